@@ -1,18 +1,18 @@
-"""What a process sends to others in one step, by a formula for each kind of parallelism.
+"""Estimate of the communication of one rank in a step, by a formula for each parallelism.
 
-`--dry-run` and `benchmarks/layouts.py` show it; `tests/test_communication.py` compares it with what
-is counted (`benchmarks/memory.py`). Counts and norms are left out.
+Entry point: `communication`, for `--dry-run`, `seconds.py` and `benchmarks/layouts.py`.
+`tests/test_communication.py` compares it with counted bytes (`benchmarks/memory.py`). Small
+collectives, such as counts and gradient norms, are left out.
 
-Symbols: p is the number of processes, W the number of values they share (`parameter_shards.py`),
-low the bytes of a value in matrix multiplications (2 under bfloat16), M the microbatches of a step.
-A process sends what it receives: (p - 1) / p of what is gathered or reduce-scattered, as in a ring,
-twice that of what is all-reduced (Patarasuk & Yuan, 2009), (p - 1) / p of what is exchanged all to
-all.
+Symbols: p is the number of ranks of a group, W the number of values that they share
+(`parameter_shards.py`), low the bytes of a value in matmuls (2 under bfloat16). A rank sends as
+much as it receives: (p - 1) / p of what is all-gathered, reduce-scattered or exchanged all-to-all,
+as in a ring, and twice that for an all-reduce (Patarasuk & Yuan, 2009).
 
-What leaves a node is counted beside it. Nodes hold adjacent ranks. All to all, the other nodes'
-share of the p - 1 others; around a ring, which enters and leaves each node once, one message in as
-many as the node has processes of the group: the mean of its processes, each of which has a network
-card (NCCL turns its rings so that all do).
+Bytes that leave a node are also estimated, as the mean over ranks. Nodes hold adjacent ranks. For
+an all-to-all it is the fraction of the other p - 1 ranks that are on other nodes. A ring enters and
+leaves each node once, so one rank of the group per node sends to another node. Each rank has a
+network card, and NCCL builds rings so that all cards are used.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from llmfoundry.recipe.parallel import NODE, Degrees, context_method, recomputat
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 LINK_REACHED, NETWORK_REACHED = 0.8, 0.9
-"""Shares of the data sheets' bytes/s that NCCL's rings reach with large messages: 361 to 367 of 450
-GB/s of all-gathers, reduce-scatters and all-reduces among 8 H200, 365 of 400 among 32 of them over
-cards of 400 Gb/s (S. Bekman, Machine Learning Engineering, network)."""
+"""Fractions of the data sheets' bandwidth that NCCL's rings reach with large buffers: 361 to 367 of
+450 GB/s for all-gather, reduce-scatter and all-reduce on 8 H200; 365 of 400 GB/s on 32 H200 with
+400 Gb/s network cards (S. Bekman, Machine Learning Engineering, network)."""
 BASE, HOP, NETWORK_HOP = 14e-6, 1.9e-6, 4e-6
-"""Seconds that a collective takes whatever its size: to begin, for each step of the ring inside a
-node, and for each between nodes (NCCL's tuning.cc, LL128)."""
-BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces at once
+"""Seconds of latency of a collective: constant, per step of the ring inside a node, and per step
+between nodes (NCCL's tuning.cc, LL128)."""
+BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces in one call
 WAITED_FOR = ("tokens", "activations", "heads", "keys and values")
-"""What the next products need: nothing is computed beside it, but a shared expert, which hides part
-of the tokens. Weights and gradients travel beside other blocks' products."""
+"""Communication whose result the next matmul needs. It is exposed, except that a shared expert
+hides part of that of tokens. Communication of weights and gradients overlaps with compute of other
+blocks."""
 
 
 class CollectiveTraffic(NamedTuple):
-    """What a process sends in a step by one kind of collective.
+    """Communication of a rank in a step by one kind of collective.
 
     Attributes:
-        what: is sent, in a word.
-        kind: of the collective, as torch.distributed calls it.
-        processes: that take part.
-        apart: ranks from one of them to the next.
-        sent: bytes; it receives as many.
-        between: those of them that go to another node; the mean of all processes.
-        calls: collectives in a step.
+        what: what is communicated, in a word.
+        kind: name of the collective in torch.distributed.
+        processes: number of ranks in the group.
+        apart: stride between the ranks of the group.
+        sent: bytes that the rank sends; it receives as many.
+        between: bytes of these that leave the node, as the mean over ranks.
+        calls: number of collectives in a step.
     """
 
     what: str
@@ -70,19 +71,19 @@ class CollectiveTraffic(NamedTuple):
     calls: int = 0
 
     def seconds(self, gpu: Gpu) -> float:
-        """That it takes by itself: bytes inside and between nodes move at once."""
+        """Return the seconds without overlap; traffic inside and between nodes is concurrent."""
         inside = (self.sent - self.between) / (LINK_REACHED * gpu.link_gb_s * 1e9)
         network = NETWORK_REACHED * gpu.network_gb_s * 1e9
         between = self.between / network if self.between else 0.0
         return self.calls * self.latency(gpu.node) + max(inside, between)
 
     def latency(self, node: int) -> float:
-        """Seconds of one collective of no bytes, in nodes of so many processes."""
+        """Return the latency of one collective, with `node` ranks per node."""
         nodes = -(-self.processes * self.apart // node) if self.between else 1
-        if self.kind == "all_to_all":  # all at once
+        if self.kind == "all_to_all":  # all sends are concurrent
             return BASE + NETWORK_HOP * (nodes > 1)
         ring = (self.processes - nodes) * HOP + (nodes - 1) * NETWORK_HOP
-        if self.kind == "all_reduce":  # a tree between nodes
+        if self.kind == "all_reduce":  # NCCL can use a tree between nodes
             ring = 2 * min(ring, node * HOP + math.log2(max(nodes, 1)) * NETWORK_HOP)
         return BASE + ring
 
@@ -90,43 +91,44 @@ class CollectiveTraffic(NamedTuple):
 def communication(
     recipe: ResolvedTrainRecipe, world_size: int, microbatch: int, node: int = NODE
 ) -> list[CollectiveTraffic]:
-    """All that a process sends in a step of a filled recipe.
+    """Return the communication of a rank in a step.
 
     Args:
-        recipe: filled; activation checkpointing decided.
-        world_size: processes of the run.
-        microbatch: rows at a time.
-        node: processes of a node.
+        recipe: resolved recipe; activation checkpointing is decided.
+        world_size: number of ranks.
+        microbatch: sequences per microbatch and rank.
+        node: ranks per node.
     """
     degrees = recipe.parallel.degrees(world_size)
     rows = recipe.global_train_batch_size // degrees.data
+    microbatches = -(-rows // microbatch)
     held = shares(recipe.model, degrees)
     if degrees.is_replicas:
-        found = [*data_parallel(held, degrees)]
+        traffic = [*data_parallel(held, degrees)]
     else:
-        found = [*fully_sharded(recipe, held, degrees, -(-rows // microbatch))]
-        found += tensor_parallel(recipe, degrees, rows, -(-rows // microbatch))
-        found += context_parallel(recipe, degrees, rows, -(-rows // microbatch))
-        found += expert_parallel(recipe, degrees, rows, -(-rows // microbatch))
+        traffic = [*fully_sharded(recipe, held, degrees, microbatches)]
+        traffic += tensor_parallel(recipe, degrees, rows, microbatches)
+        traffic += context_parallel(recipe, degrees, rows, microbatches)
+        traffic += expert_parallel(recipe, degrees, rows, microbatches)
     return [
         each._replace(between=round(each.sent * between_nodes(each, world_size, node)))
-        for each in found
+        for each in traffic
         if each.sent
     ]
 
 
-def between_nodes(messages: CollectiveTraffic, world_size: int, node: int) -> float:
-    """The share of messages that leaves a node of so many adjacent ranks.
+def between_nodes(traffic: CollectiveTraffic, world_size: int, node: int) -> float:
+    """Return the fraction of the bytes that leaves a node of `node` adjacent ranks.
 
-    Groups are ranks `apart` from each other, and all of a run's groups together are its processes.
+    The ranks of a group have the stride `traffic.apart`. The groups partition all ranks of the run.
     """
-    at_once = messages.kind == "all_to_all"
-    return _leaving(messages.processes, messages.apart, at_once, world_size, node)
+    at_once = traffic.kind == "all_to_all"
+    return _leaving(traffic.processes, traffic.apart, at_once, world_size, node)
 
 
 @cache
 def _leaving(p: int, apart: int, at_once: bool, world_size: int, node: int) -> float:
-    """Of groups of p ranks `apart`, which send around a ring or to all `at_once`."""
+    """Return the fraction for groups of p ranks with a stride; all-to-all if `at_once`."""
     crossing = 0.0
     for first in range(0, world_size, p * apart):
         for offset in range(apart):
@@ -139,30 +141,30 @@ def _leaving(p: int, apart: int, at_once: bool, world_size: int, node: int) -> f
     return crossing / world_size
 
 
-def waited_for(found: Iterable[CollectiveTraffic], gpu: Gpu) -> float:
-    """Seconds of a step in which nothing is computed: of what the next products need."""
-    return sum(each.seconds(gpu) for each in found if each.what in WAITED_FOR)
+def waited_for(traffic: Iterable[CollectiveTraffic], gpu: Gpu) -> float:
+    """Return the seconds of exposed communication in a step."""
+    return sum(each.seconds(gpu) for each in traffic if each.what in WAITED_FOR)
 
 
 def spanning(
     recipe: ResolvedTrainRecipe, world_size: int, microbatch: int, node: int, gpu: Gpu | None = None
 ) -> Iterator[str]:
-    """A line for each degree whose processes wait for each other across nodes, with its cost.
+    """Yield a line for each parallelism with exposed communication between nodes, with its cost.
 
     Args:
-        recipe: filled; activation checkpointing decided.
-        world_size: processes of the run.
-        microbatch: rows at a time.
-        node: processes of a node.
-        gpu: what they are, and how fast their links; None: not known, H100 are taken.
+        recipe: resolved recipe; activation checkpointing is decided.
+        world_size: number of ranks.
+        microbatch: sequences per microbatch and rank.
+        node: ranks per node.
+        gpu: data sheet of the GPU; None: unknown, an H100 is assumed.
     """
     gpu = gpu or GPUS["H100"]
     degrees = recipe.parallel.degrees(world_size)
     if all(getattr(degrees, name) == 1 for name in _SPANNING):
         return
-    found = communication(recipe, world_size, microbatch, node)
+    traffic = communication(recipe, world_size, microbatch, node)
     for name, what in _SPANNING.items():
-        across = [each for each in found if each.what in what and each.between]
+        across = [each for each in traffic if each.what in what and each.between]
         if not across:
             continue
         degree, apart = getattr(degrees, name), across[0].apart
@@ -185,7 +187,7 @@ _SPANNING = {
 
 
 def data_parallel(held: ParameterShards, degrees: Degrees) -> Iterator[CollectiveTraffic]:
-    """DDP: gradients, all-reduced once a step: 2 (p - 1) / p * 4 W."""
+    """Yield the communication of DDP: one all-reduce of gradients per step, 2 (p - 1) / p * 4 W."""
     p = degrees.replicate
     sent = 2 * (p - 1) * REDUCED * held.all.shard // p
     yield CollectiveTraffic("gradients", "all_reduce", p, 1, sent, calls=-(-sent // BUCKET))
@@ -194,13 +196,14 @@ def data_parallel(held: ParameterShards, degrees: Degrees) -> Iterator[Collectiv
 def fully_sharded(
     recipe: ResolvedTrainRecipe, held: ParameterShards, degrees: Degrees, microbatches: int
 ) -> Iterator[CollectiveTraffic]:
-    """FSDP2 and HSDP: weights gathered, gradients reduce-scattered, those of shards all-reduced.
+    """Yield the communication of FSDP2 and HSDP.
 
-    Of each microbatch (p - 1) / p * low * 2 W of the blocks, once for the forward and once for the
-    backward pass (reshard_after_forward), and low * W of the ends; (p - 1) / p * 4 W of gradients,
-    or once a step (reduce_scatter_each_microbatch). Between r replicas 2 (r - 1) / r * 4 W / p of
-    gradients, once a step. Of what is cut over other processes than the block, each by its own p.
-    Routers are gathered once, in fp32 under autocast: as many bytes as twice in bfloat16.
+    All-gather of weights per microbatch: (p - 1) / p * low * 2 W for the blocks, in the forward and
+    again in the backward pass (reshard_after_forward), and low * W for the ends. Reduce-scatter of
+    gradients: (p - 1) / p * 4 W per microbatch, or per step (reduce_scatter_each_microbatch).
+    All-reduce of gradients between r replicas: 2 (r - 1) / r * 4 W / p per step. Each FSDP unit has
+    its own p. Routers are gathered once, in fp32 under autocast: as many bytes as two gathers in
+    bfloat16.
     """
     passes = 2 if recipe.parallel.reshard_after_forward else 1
     scattered = microbatches if recipe.parallel.reduce_scatter_each_microbatch else 1
@@ -208,9 +211,9 @@ def fully_sharded(
     n = recipe.model.n_layers
     parts = [(unit.processes, unit.apart, unit.all.shard, passes, n) for unit in held.units]
     ends = (degrees.weights, degrees.tensor, held.ends.shard, 1, 1)
-    for p, apart, own, gathers, units in [ends, *parts]:
+    for p, apart, shard, gathers, units in [ends, *parts]:
         gathers *= microbatches
-        sent, reduced = (p - 1) * gathers * _low(recipe) * own, REDUCED * own
+        sent, reduced = (p - 1) * gathers * _low(recipe) * shard, REDUCED * shard
         yield CollectiveTraffic("weights", "all_gather", p, apart, sent, calls=gathers * units)
         sent = (p - 1) * scattered * reduced
         yield CollectiveTraffic(
@@ -223,14 +226,15 @@ def fully_sharded(
 def tensor_parallel(
     recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
 ) -> Iterator[CollectiveTraffic]:
-    """Tensor parallelism with sequence-sharded norms (Korthikanti et al., 2022).
+    """Yield the communication of tensor parallelism with sharded norms (Korthikanti et al., 2022).
 
-    Each passage between a process's tokens and all tokens sends g = (p - 1) / p * d values of each
-    token. A dense block: 2 all-gathers and 2 reduce-scatters forward, as many backward; of a layer
-    with experts half. Whole-block checkpointing gathers twice again and scatters once, selective
-    gathers alone. Embedding and head: one of each. All in the dtype of matrix products: norms
-    compute in fp32, and round what is gathered. Gradients of norms and positions are all-reduced in
-    each microbatch; for the loss 2 fp32 values of each labelled token are gathered.
+    Each all-gather or reduce-scatter of activations sends (p - 1) / p * d values per token. A dense
+    block has 2 all-gathers and 2 reduce-scatters in the forward pass and as many in the backward
+    pass; a layer with experts has half of them. Full activation checkpointing repeats two
+    all-gathers and one reduce-scatter, selective checkpointing the all-gathers. Embedding and head
+    add one of each. The dtype is that of matmuls: norms compute in fp32, but round what is
+    gathered. In each microbatch the gradients of norms and positions are all-reduced, and the loss
+    all-gathers 2 fp32 values per labeled token.
     """
     p, model = degrees.tensor, recipe.model
     again = recomputation(recipe.parallel.activation_checkpointing)
@@ -255,12 +259,13 @@ def tensor_parallel(
 def context_parallel(
     recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
 ) -> Iterator[CollectiveTraffic]:
-    """Either method, of h heads and k heads of keys and values of width w on a process.
+    """Yield the communication of context parallelism by either method.
 
-    Ulysses (Jacobs et al., 2023): (p - 1) / p * (2 h + 2 l) w values of each of the process's
-    tokens, forward and backward, all to all; l is the least common multiple of k and p. Gathered
-    keys and values: (p - 1) * 2 k w of each, gathered forward, reduce-scattered backward.
-    Whole-block checkpointing repeats the forward pass, selective what is gathered.
+    A rank has h heads and k key-value heads of width w. Ulysses (Jacobs et al., 2023) sends
+    (p - 1) / p * (2 h + 2 l) w values per token of the rank all-to-all, in the forward and in the
+    backward pass; l is the least common multiple of k and p. The other method all-gathers keys and
+    values, (p - 1) * 2 k w values per token, and reduce-scatters their gradients. Full activation
+    checkpointing repeats the forward pass, selective checkpointing the all-gather.
     """
     p, model = degrees.context, recipe.model
     again = recomputation(recipe.parallel.activation_checkpointing)
@@ -287,11 +292,11 @@ def context_parallel(
 def expert_parallel(
     recipe: ResolvedTrainRecipe, degrees: Degrees, rows: int, microbatches: int
 ) -> Iterator[CollectiveTraffic]:
-    """Rows to the experts and back, forward and backward: 4 (p - 1) / p * top_k * d of each token.
+    """Yield the all-to-all of tokens to the experts and back, 4 (p - 1) / p * top_k * d per token.
 
-    Of evenly loaded experts; a process whose experts have a times the mean load receives a times
-    as much on the way to them and sends as much back. Whole-block checkpointing sends the forward
-    pass's again. Under tensor parallelism each process has its own tokens.
+    This counts both passes and assumes balanced expert load. A rank whose experts have a times the
+    mean load receives a times as much and returns as much. Full activation checkpointing repeats
+    the forward pass. Under tensor parallelism each rank dispatches its own tokens.
     """
     p, model = degrees.expert, recipe.model
     if p == 1:
@@ -301,15 +306,16 @@ def expert_parallel(
     values = (p - 1) * tokens * top_k * model.d_model // p
     whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
     times = (6 if whole else 4) * model.n_layers
-    sent, calls = times * _low(recipe) * values, 2 * times * microbatches  # their numbers go first
+    # each exchange is preceded by one of the numbers of tokens
+    sent, calls = times * _low(recipe) * values, 2 * times * microbatches
     yield CollectiveTraffic("tokens", "all_to_all", p, 1, sent, calls=calls)
 
 
 def _low(recipe: ResolvedTrainRecipe) -> int:
-    """Bytes of a value in matrix products."""
+    """Return the bytes of a value in matmuls."""
     return 4 if recipe.precision == "fp32" else 2
 
 
 def _rounded(tokens: int, processes: int) -> int:
-    """So many that the processes divide them."""
+    """Return the number of tokens, rounded up to a multiple of the ranks."""
     return -(-tokens // processes) * processes

@@ -1,8 +1,8 @@
-"""Which layout of a recipe's processes is fastest on some GPUs, among those that fit.
+"""Ranking of parallel layouts of a recipe by estimated step time, among those that fit.
 
-`cli/commands/plan.py` shows it. The idea: a layout with most rows at a time and nothing checked is
-a bound on its seconds that costs milliseconds; memory is estimated of the most promising alone,
-until no other can be among the best.
+Entry points: `rank` and `own_layout`, for `cli/commands/plan.py`. The idea: the step time with the
+largest microbatch, without a memory check, is a lower bound that takes milliseconds. Memory is
+estimated only for the most promising layouts, until no other layout can be among the best.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 
 CUDA = torch.device("cuda")
 TAKEN = 3 * 10**9
-"""Bytes of a GPU that a run finds taken: the driver's context and NCCL's buffers."""
+"""Bytes of GPU memory that a run cannot use: the driver's context and NCCL's buffers."""
 FULL = 0.01
-"""Share of its seconds by which a layout that fills the memory is put back behind one that needs
-none: of two that are as fast, that with more room is the better."""
+"""Penalty on the step time of a layout, as a fraction, at full memory use. Of two layouts that are
+equally fast, the one with more free memory is better."""
 LEAST_TOKENS = 4096
-"""Of a row that a process still has under context parallelism: rows of as many fit without it."""
+"""Minimum tokens of a sequence per rank under context parallelism; shorter ones fit without it."""
 SHARDS_ONLY = ("reshard_after_forward", "reduce_scatter_each_microbatch")
 CHOSEN = (
     *AXES, EXPERT, *SHARDS_ONLY, "context_parallel_method", "activation_checkpointing",
     "activation_checkpointing_target", "activation_compression", "activation_memory_budget",
 )  # fmt: skip
-"""Keys of the section parallel that a layout decides, or that have no effect in it."""
+"""Keys of the section parallel that a layout sets, or that have no effect in it."""
 MOST_ROWS = 64
-"""Rows at a time that are looked at, the largest divisors of a process's rows."""
+"""Maximum microbatch size that is considered."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind, and what they are known to reach.
+    """GPUs of one kind, and their achievable speeds.
 
     Attributes:
-        gpus: their number.
-        reached: their speeds.
-        available: bytes of memory that a process may use.
+        gpus: number of GPUs.
+        reached: achievable speeds of each.
+        available: bytes of memory that a rank may use.
     """
 
     gpus: int
@@ -65,13 +65,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """A way to compute a recipe.
+    """Parallel layout of a recipe: degrees, activation checkpointing and microbatch size.
 
     Attributes:
-        recipe: filled, with all of it written: degrees, recomputation, rows at a time.
-        step: its seconds.
-        need: its memory.
-        room: bytes that there are.
+        recipe: resolved recipe in which all of these are set.
+        step: estimated step time.
+        need: memory estimate.
+        room: bytes available.
     """
 
     recipe: ResolvedTrainRecipe
@@ -81,33 +81,33 @@ class ParallelLayout:
 
     @property
     def microbatch(self) -> int:
-        """Rows at a time."""
+        """Sequences per microbatch and rank."""
         rows = self.recipe.device_train_microbatch_size
         assert isinstance(rows, int)
         return rows
 
     @property
     def bytes(self) -> int:
-        """That a process needs."""
+        """Bytes that a rank needs."""
         return self.need.total(self.microbatch)
 
     @property
     def fits(self) -> bool:
-        """Whether there are as many, with what the allocator leaves unused."""
+        """Whether the layout fits, with the margin that the allocator needs."""
         return self.bytes <= self.room
 
     @property
     def cost(self) -> float:
-        """Seconds, and FULL of them for a memory that is used to the last byte."""
+        """Step time plus the penalty FULL for memory use."""
         return self.step.total * (1 + FULL * self.bytes / self.room)
 
     @property
     def level(self) -> str:
-        """What is computed again."""
+        """What the backward pass recomputes."""
         return str(self.recipe.parallel.activation_checkpointing)
 
     def name(self) -> str:
-        """In words: its degrees that are not 1, recomputation, rows."""
+        """Return a description: degrees other than 1, activation checkpointing, microbatch."""
         parallel = self.recipe.parallel
         named = {
             "replicate": parallel.data_parallel_replicate_degree,
@@ -116,15 +116,15 @@ class ParallelLayout:
             "tensor": parallel.tensor_parallel_degree,
             "expert": parallel.expert_parallel_degree,
         }
-        found = " ".join(f"{what} {n}" for what, n in named.items() if n > 1) or "one process"
+        degrees = " ".join(f"{what} {n}" for what, n in named.items() if n > 1) or "one process"
         kept = ", weights kept" if parallel.reshard_after_forward is False else ""
-        return f"{found}{kept}, {self.level}, {self.microbatch} rows"
+        return f"{degrees}{kept}, {self.level}, {self.microbatch} rows"
 
     def overrides(self, user_recipe: TrainRecipe) -> list[str]:
-        """What to write behind the user's recipe to have it."""
+        """Return the command-line overrides that turn the user's recipe into this layout."""
         new, old = self.recipe.parallel, user_recipe.parallel
         pairs = {name: (getattr(new, name), getattr(old, name)) for name in CHOSEN}
-        for name in SHARDS_ONLY:  # which are true where nothing is written
+        for name in SHARDS_ONLY:  # true is their default
             if pairs[name] == (True, None):
                 del pairs[name]
         changed = {f"parallel.{name}": now for name, (now, was) in pairs.items() if now != was}
@@ -139,13 +139,13 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Layouts, the fastest first.
+    """Layouts ordered by cost.
 
     Attributes:
-        best: those that fit.
-        nearest: the fastest looked at that does not fit; None: all do.
-        looked_at: how many there were.
-        estimated: of how many the memory was estimated.
+        best: layouts that fit.
+        nearest: fastest layout that was estimated and does not fit; None: all fit.
+        looked_at: number of layouts that were considered.
+        estimated: number of layouts whose memory was estimated.
     """
 
     best: list[ParallelLayout]
@@ -155,10 +155,10 @@ class Ranking:
 
 
 def own_layout(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
-    """The recipe's own, `auto` decided as a run would.
+    """Return the recipe's own layout, with `auto` decided as in a run.
 
     Raises:
-        UserError: it does not fit, or cannot be spread over so many processes.
+        UserError: it does not fit, or its degrees do not match the number of GPUs.
     """
     gpu, world = setting.reached.gpu, setting.gpus
     fit = choose_fit(recipe, world_size=world, available=setting.available, device=CUDA, gpu=gpu)
@@ -168,19 +168,24 @@ def own_layout(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
 
 
 def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
-    """The `most` best kinds of layout that fit, of each the best degrees of replicas and shards.
+    """Rank the layouts that fit and return the best `most` kinds.
+
+    Layouts of one kind differ only in the degrees of replicas and shards; the best of each counts.
 
     Args:
-        recipe: filled; its own degrees, recomputation and microbatch do not matter.
-        setting: where it runs.
-        most: as many as are asked for.
+        recipe: resolved recipe; its degrees, checkpointing and microbatch size are ignored.
+        setting: the GPUs.
+        most: number of layouts to return.
     """
-    found = enumerate(_all(recipe, setting))
-    looked = [(_bound(one, setting), number, one) for number, one in found]
+    # lower bounds of all layouts
+    numbered = enumerate(_all(recipe, setting))
+    bounds = [(_bound(one, setting), number, one) for number, one in numbered]
+
+    # estimate the memory, in the order of the bounds
     best: dict[Any, ParallelLayout] = {}
     nearest: ParallelLayout | None = None
     estimated = 0
-    for bound, _, candidate in sorted(looked, key=lambda one: one[:2]):
+    for bound, _, candidate in sorted(bounds, key=lambda one: one[:2]):
         worst = sorted(one.cost for one in best.values())[most - 1 :]
         if worst and bound >= worst[0]:
             break
@@ -194,20 +199,20 @@ def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
                 nearest = layout
         elif kind not in best or layout.cost < best[kind].cost:
             best[kind] = layout
-    ranked = [
-        _exactly(one, setting) for one in sorted(best.values(), key=lambda one: one.cost)[:most]
-    ]
-    return Ranking(sorted(ranked, key=lambda one: one.cost), nearest, len(looked), estimated)
+    # count the memory traffic of the best exactly
+    chosen = sorted(best.values(), key=lambda one: one.cost)[:most]
+    ranked = sorted((_exactly(one, setting) for one in chosen), key=lambda one: one.cost)
+    return Ranking(ranked, nearest, len(bounds), estimated)
 
 
 def _exactly(layout: ParallelLayout, setting: Cluster) -> ParallelLayout:
-    """With its own memory traffic."""
+    """Return the layout with the step time from its own memory traffic."""
     step = step_seconds(layout.recipe, setting.gpus, layout.microbatch, setting.reached)
     return dataclasses.replace(layout, step=step)
 
 
 def _kind(recipe: ResolvedTrainRecipe) -> tuple[Any, ...]:
-    """What layouts have in common that differ in replicas and shards alone."""
+    """Return what layouts have in common that differ only in replicas and shards."""
     parallel = recipe.parallel
     return (
         parallel.context_parallel_degree,
@@ -220,10 +225,12 @@ def _kind(recipe: ResolvedTrainRecipe) -> tuple[Any, ...]:
 
 
 def why(first: ParallelLayout, other: ParallelLayout) -> str:
-    """What makes the first better, in a clause: the parts that differ most, and memory."""
-    mine, theirs = first.step.split(), other.step.split()
+    """Return a clause on why the first layout is better: the largest differences, and memory."""
+    split, other_split = first.step.split(), other.step.split()
     total = other.step.total - first.step.total
-    saved = {what: theirs.get(what, 0.0) - mine.get(what, 0.0) for what in mine | theirs}
+    saved = {
+        what: other_split.get(what, 0.0) - split.get(what, 0.0) for what in split | other_split
+    }
     matter = sorted(saved.items(), key=lambda one: -abs(one[1]))[:3]
     clauses = [
         f"{in_seconds(abs(seconds))} {'less' if seconds > 0 else 'more'} of {what}"
@@ -245,14 +252,14 @@ def _layout(
 
 
 def _written(recipe: ResolvedTrainRecipe, world: int, microbatch: int) -> ResolvedTrainRecipe:
-    """A copy in which degrees and rows are numbers."""
+    """Return a copy with degrees and microbatch size as numbers."""
     parallel = recipe.parallel
     parallel = dataclasses.replace(parallel, **_keys(parallel.degrees(world)))
     return dataclasses.replace(recipe, parallel=parallel, device_train_microbatch_size=microbatch)
 
 
 def _all(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[ResolvedTrainRecipe]:
-    """Every sensible layout with every recomputation, all rows of a process at a time."""
+    """Yield each layout with each checkpointing, with the largest microbatch."""
     for degrees in layouts(recipe, setting):
         parallel = _with(recipe.parallel, degrees)
         if any(limits(recipe.model, parallel, degrees)):
@@ -278,7 +285,7 @@ def _all(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[ResolvedTrai
 
 
 def _with(parallel: ResolvedParallelConfig, degrees: Degrees) -> ResolvedParallelConfig:
-    """The section with these degrees; what has no effect with them is unset."""
+    """Return the section with these degrees; keys without effect are unset."""
     sharded = not degrees.is_replicas
     method = parallel.context_parallel_method if degrees.context > 1 else None
     return dataclasses.replace(
@@ -291,19 +298,19 @@ def _with(parallel: ResolvedParallelConfig, degrees: Degrees) -> ResolvedParalle
 
 
 def _keys(degrees: Degrees) -> dict[str, Any]:
-    """Degrees by their keys in the section."""
+    """Return the degrees by their keys in the section."""
     return dict(zip((*AXES, EXPERT), dataclasses.astuple(degrees), strict=True))
 
 
 def layouts(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[Degrees]:
-    """Degrees that the processes and the batch allow.
+    """Yield the degrees that are possible with the number of GPUs and the batch size.
 
-    Tensor and expert parallelism stay inside a node, whose links they wait for; a copy of the model
-    is one process, a part of a node, or whole nodes.
+    Tensor and expert parallelism stay inside a node, because their communication is exposed. One
+    copy of the model spans one GPU, part of a node, or complete nodes.
     """
     world, node = setting.gpus, min(setting.gpus, setting.reached.gpu.node)
     experts = math.gcd(recipe.model.ffn_config.moe_num_experts or 1, node)
-    most = 1 if experts > 1 else node  # it divides none of the experts' layers
+    most = 1 if experts > 1 else node  # tensor parallelism does not shard layers with experts
     for tensor in divisors(math.gcd(world, most)):
         for context in divisors(world // tensor):
             if context > 1 and recipe.max_seq_len / context < LEAST_TOKENS:
@@ -320,20 +327,20 @@ def layouts(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[Degrees]:
 
 
 def _is_even(copy: int, node: int, world: int) -> bool:
-    """Whether a copy of the model is all processes, a part of a node, or nodes by powers of two."""
+    """Return whether a copy spans all ranks, part of a node, or 2^n nodes."""
     nodes, rest = divmod(copy, node)
     return copy == world or node % copy == 0 or (rest == 0 and nodes & (nodes - 1) == 0)
 
 
 def _bound(recipe: ResolvedTrainRecipe, setting: Cluster) -> float:
-    """Seconds with as many rows at a time as there are; fewer are not faster."""
+    """Return a lower bound of the step time: that of the largest microbatch."""
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     return step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=True).total
 
 
 def _fitting(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
-    """With as many rows as fit; with one where none does."""
+    """Return the layout with the largest microbatch that fits, or 1 if none does."""
     need = estimate(recipe, setting.gpus, device=CUDA)
     room = int(USABLE * setting.available)
     degrees = recipe.parallel.degrees(setting.gpus)
@@ -346,7 +353,7 @@ def _fitting(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
 
 
 def too_large(layout: ParallelLayout) -> str:
-    """By how much a layout does not fit."""
+    """Return a text on how much memory a layout lacks."""
     return (
         f"{layout.bytes / GIB:.1f} GiB of {layout.room / GIB:.1f},"
         f" {(layout.bytes - layout.room) / GIB:.1f} too many"

@@ -132,10 +132,10 @@ class MemoryEstimate:
         return min(loads, default=math.inf)
 
     def _at(self, moment: PeakPoint, rows: int, load: float) -> int:
-        stay = self.weights + self.gradients(rows) + self.fixed + moment.whole
-        own = moment.rows
-        each = own.row + (load - 1) * own.load
-        return int(stay + own.fixed + rows * each) + self._logits(moment, rows)
+        constant = self.weights + self.gradients(rows) + self.fixed + moment.whole
+        activations = moment.rows
+        per_row = activations.row + (load - 1) * activations.load
+        return int(constant + activations.fixed + rows * per_row) + self._logits(moment, rows)
 
     def _logits(self, moment: PeakPoint, rows: int) -> int:
         return int(min(rows, self.chunk_rows) * moment.rows.logits)
@@ -205,18 +205,18 @@ def _chunk_rows(recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.dev
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of weights as they are gathered, and of gradients on their way to shards.
+    """Bytes of gathered weights, and of gradients that are being reduced.
 
     Attributes:
-        ends: of embeddings, final norm and head.
-        block: of a block, without what is gathered apart.
-        apart: of its experts, where processes share them, and of a layer with experts under tensor
-            parallelism.
-        head: the gradient of the head.
-        grads_apart: the gradients of what is gathered apart.
-        reduced: the gradients of the block, in REDUCED bytes each.
-        reduced_apart: those of what is gathered apart.
-        reduced_ends: those of the ends, and what they were made of.
+        ends: weights of embeddings, final norm and head.
+        block: weights of a block, without separate FSDP units.
+        apart: weights of separate FSDP units of a block: its experts under expert parallelism, a
+            layer with experts under tensor parallelism.
+        head: gradient of the head.
+        grads_apart: gradients of the separate units.
+        reduced: gradients of the block while they are reduced, REDUCED bytes per value.
+        reduced_apart: gradients of the separate units while they are reduced.
+        reduced_ends: gradients of the ends while they are reduced, and before the cast.
     """
 
     ends: int
@@ -230,7 +230,7 @@ class GatheredBytes(NamedTuple):
 
 
 def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> GatheredBytes:
-    """FSDP gathers fp32 weights in bf16 under amp_bf16, and adds gradients up in fp32."""
+    """Return gathered bytes. Under amp_bf16 FSDP gathers in bf16 and reduces in fp32."""
     width = 2 if recipe.precision == "bf16" else 4
     narrow = width // low
 
@@ -255,28 +255,36 @@ def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> Gathered
 def _moments(
     recipe: ResolvedTrainRecipe, degrees: Degrees, whole: GatheredBytes, counted: ModelCount
 ) -> list[PeakPoint]:
-    """All at which a step may need most.
+    """Return the points of a step at which memory may peak.
 
-    Under FSDP the ends are there whole all the time. At the head the buffer of what was gathered
-    last is there still; in the backward pass of a block the next one, which is fetched already, and
-    the gradient of the unit before, in fp32, on its way: of none before the last block. A unit's
-    weights are freed before its gradient is cast. Without FSDP all is there, counted as weights.
+    Under FSDP the ends stay gathered. During the head, the weights that were gathered last are
+    still in memory. During the backward pass of a block, the prefetched weights of the next block
+    are too, and the fp32 gradient of the previous block while it is reduced (none before the last
+    block). The weights of a unit are freed before its gradient is cast. Under DDP nothing is
+    gathered; all weights are counted as such.
     """
+    # saved activations of all blocks
     kept = Bytes()
     for block in counted.blocks:
         kept = kept.plus(block.kept.times(block.blocks))
     ends = counted.ends
+
+    # DDP
     if degrees.is_replicas:
         at_blocks = [
             rows for block in counted.blocks for rows in (*block.at_backward, *block.behind_experts)
         ]
-        there = [
+        points = [
             PeakPoint(0, kept.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)
         ]
-        return [*there, *(PeakPoint(0, rows) for rows in ends.behind)]
-    at_loss, at_head = whole.apart or whole.block, whole.block  # the last that was gathered
+        return [*points, *(PeakPoint(0, rows) for rows in ends.behind)]
+
+    # FSDP: the weights that were gathered last
+    at_loss, at_head = whole.apart or whole.block, whole.block
     if recipe.parallel.reshard_after_forward is False:
         at_loss = at_head = recipe.model.n_layers * (whole.block + whole.apart)
+
+    # before the backward pass of the last block no gradient is being reduced
     last = counted.blocks[-1]
     others = [*counted.blocks[:-1], *([last] if last.blocks > 1 else [])]
     kept_by_others = kept.plus(last.kept.times(-1))
@@ -302,14 +310,14 @@ def _at_block(
     *,
     on_its_way: int,
 ) -> Iterator[PeakPoint]:
-    """Moments of a block's backward pass under FSDP.
+    """Yield the possible peaks of a block's backward pass under FSDP.
 
     Args:
-        recipe: filled.
-        whole: what is gathered.
-        block: which.
-        kept: by it and all before it.
-        on_its_way: of the gradient of the unit before.
+        recipe: resolved recipe.
+        whole: gathered bytes.
+        block: cost of the block.
+        kept: saved activations of this block and all blocks before it.
+        on_its_way: bytes of the previous unit's gradient while it is reduced.
     """
     gathered = 2 * whole.block + whole.apart
     if recipe.parallel.reshard_after_forward is False:
@@ -318,7 +326,7 @@ def _at_block(
     for rows in block.at_backward:
         yield PeakPoint(stay + on_its_way, kept.plus(rows))
     sent = on_its_way
-    if whole.apart:  # the experts' weights are freed, and their gradients cast, then sent
+    if whole.apart:  # the experts' weights are freed; their gradients are cast, then reduced
         sent = whole.reduced_apart - whole.apart
         if block.experts_done is not None:
             yield PeakPoint(stay + sent, kept.plus(block.experts_done))
@@ -328,7 +336,7 @@ def _at_block(
 
 
 def _weights(recipe: ResolvedTrainRecipe, degrees: Degrees) -> WeightBytes:
-    """Of a model all of which trains, from its settings."""
+    """Return the bytes of a model whose parameters are all trained, from its settings."""
     width = 2 if recipe.precision == "bf16" else 4
     held = shares(recipe.model, degrees)
     block, *apart = (width * unit.block.gathered for unit in held.units)
@@ -371,20 +379,20 @@ def accumulated_bytes(
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a model's parameters as one process has them.
+    """Bytes of a model's parameters on one rank.
 
     Attributes:
-        parameters: their number in all, those in 4 bits as those that they stand for.
-        frozen: bytes that it keeps and that nothing but products need.
-        trained: bytes that gradients and moments are kept of as well.
+        parameters: number of parameters of the model, before quantization.
+        frozen: bytes of frozen parameters, which have no gradients or optimizer state.
+        trained: bytes of trained parameters.
         block: bytes of the largest block, gathered.
-        apart: of a block what is not gathered with it: experts that processes share.
+        apart: bytes of separate FSDP units of a block, such as experts.
         ends: bytes of embeddings, final norm and head.
-        trained_block: of `block` the bytes that train.
-        trained_apart: of `apart` the bytes that train.
-        trained_ends: of the ends the bytes that train.
-        trained_head: of these the bytes of the head.
-        dequantized: values of the largest matrix in 4 bits, which are there while it is at work.
+        trained_block: trained bytes of `block`.
+        trained_apart: trained bytes of `apart`.
+        trained_ends: trained bytes of the ends.
+        trained_head: trained bytes of the head.
+        dequantized: number of values of the largest 4-bit matrix, which is dequantized for use.
     """
 
     parameters: int
@@ -404,22 +412,25 @@ def count_weight_bytes(model: nn.Module, device: torch.device, degrees: Degrees)
     """Return the bytes of a model's parameters on one rank; the model has a list `blocks`."""
 
     def held(module: nn.Module, *, trained: bool) -> dict[str, Values]:
-        """Bytes of its parameters, or of those that train, by what they are gathered with."""
-        found: dict[str, Values] = {}
+        """Return the bytes of all parameters, or of trained ones, by FSDP unit."""
+        units: dict[str, Values] = {}
         for name, p in module.named_parameters():
             if p.requires_grad or not trained:
                 unit, values = unit_of(name, degrees), values_of(name, p.shape, degrees)
-                found[unit] = found.get(unit, Values()).plus(values.times(p.itemsize))
-        return found
+                units[unit] = units.get(unit, Values()).plus(values.times(p.itemsize))
+        return units
 
     def largest(*, trained: bool) -> tuple[int, int]:
-        """Of a block what is gathered with it, and apart from it."""
+        """Return the largest gathered bytes of a block, and of its separate units."""
         each = [held(block, trained=trained) for block in blocks]
-        own = max((found.pop(BLOCK, Values()).gathered for found in each), default=0)
-        return own, max((total(found.values()).gathered for found in each), default=0)
+        block_bytes = max((units.pop(BLOCK, Values()).gathered for units in each), default=0)
+        apart_bytes = max((total(units.values()).gathered for units in each), default=0)
+        return block_bytes, apart_bytes
 
+    # bytes of the model, and of its blocks, of all and of trained parameters
     blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
-    everything, trains = (total(held(model, trained=t).values()) for t in (False, True))
+    everything = total(held(model, trained=False).values())
+    trains = total(held(model, trained=True).values())
     in_blocks, trains_there = (
         total(values for block in blocks for values in held(block, trained=t).values())
         for t in (False, True)
@@ -442,14 +453,14 @@ def count_weight_bytes(model: nn.Module, device: torch.device, degrees: Degrees)
 
 
 def _trained_head(model: nn.Module) -> int:
-    """Of the output head, which may be the embedding."""
+    """Return the bytes of the output head (or tied embedding) if it is trained."""
     head = model.head_weight
     assert isinstance(head, Tensor)
     return head.nbytes if head.requires_grad else 0
 
 
 def _largest_matrix(model: nn.Module, device: torch.device) -> int:
-    """Of stacked experts a CPU dequantises one at a time, an accelerator all."""
+    """Return the values of the largest 4-bit matrix; a CPU dequantizes one expert at a time."""
     sizes = [0]
     for name, (height, width) in quantized_shapes(model):
         module = model.get_submodule(name.rpartition(".")[0])

@@ -1,8 +1,8 @@
-"""What operations on fake tensors hold, compute and move: the instrument of `count.py`.
+"""Record of memory, FLOPs and memory traffic of operations on fake tensors, for `count.py`.
 
-`benchmarks/memory.py` holds whole steps under it, `count.py` one block. The idea: a dispatch mode
-sees every operation of the recipe's own code, with the shapes and dtypes of its tensors, and needs
-no formula of what the code does.
+Entry points: `Meter`, with which `count.py` records one block, and `LiveBytes`, with which
+`benchmarks/memory.py` records whole steps. The idea: a dispatch mode sees every operation of the
+real code, with the shapes and dtypes of its tensors, so that no formula has to describe the code.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ Self = TypeVar("Self", bound="Amounts")
 
 @dataclass(frozen=True)
 class Amounts:
-    """Numbers that add up, field by field."""
+    """Base class of dataclasses of numbers that are added field by field."""
 
     def plus(self: Self, other: Self) -> Self:
-        """Of both."""
+        """Return the sum."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return type(self)(*(a + b for a, b in pairs))
 
     def times(self: Self, factor: float) -> Self:
-        """So many alike."""
+        """Return the product of each field and a factor."""
         return type(self)(*(factor * value for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class Work(Amounts):
-    """What one pass does on one process; messages between processes left out.
+    """Work of one pass on one rank, without communication.
 
     Attributes:
-        products: FLOPs of matrix products, two a multiply-add.
-        attention: FLOPs of attention; a causal kernel does those of the keys that are seen.
-        moved: bytes that all other operations read and write, each a kernel of its own.
-        launches: kernels of all kinds.
-        fused: `moved` where the compiler makes one kernel of all that stands between two products
-            (or messages): it reads what was there before, once, and writes what is there behind it.
-        fused_launches: `launches` then.
+        products: FLOPs of matmuls; a multiply-add counts as two.
+        attention: FLOPs of attention; of a causal kernel only those of visible keys.
+        moved: bytes read and written by all other operations, if each is a kernel.
+        launches: number of kernels of all kinds.
+        fused: `moved` of compiled code. The compiler fuses all operations between two matmuls (or
+            collectives) into one kernel, which reads each input once and writes what remains.
+        fused_launches: number of kernels of compiled code.
     """
 
     products: float = 0.0
@@ -71,33 +71,34 @@ class Work(Amounts):
 
 @dataclass(frozen=True)
 class Pass:
-    """`Work` as a function of the rows computed at a time.
+    """`Work` as a function of the sequences of a microbatch.
 
     Attributes:
-        fixed: whatever the rows: launches, and what is done to weights.
-        row: of each row.
+        fixed: constant part: launches, and operations on weights.
+        row: work per sequence.
     """
 
     fixed: Work = Work()
     row: Work = Work()
 
     def of(self, rows: int) -> Work:
-        """Of so many rows at a time."""
+        """Return the work for a microbatch of `rows` sequences."""
         return self.fixed.plus(self.row.times(rows))
 
     def plus(self, other: Pass) -> Pass:
-        """Of both."""
+        """Return the sum."""
         return Pass(self.fixed.plus(other.fixed), self.row.plus(other.row))
 
     def times(self, factor: float) -> Pass:
-        """So many alike."""
+        """Return the work of `factor` equal passes."""
         return Pass(self.fixed.times(factor), self.row.times(factor))
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation's result; of grouped_mm, whose fake one is of bfloat16 alone, in any dtype.
+    """Return the result of an operation on fake tensors, with two exceptions.
 
-    Products that add to fp32 fail on fake tensors before PyTorch 2.13, and make nothing.
+    The fake `_grouped_mm` supports only bfloat16; here it runs in any dtype. `addmm` with an output
+    dtype fails on fake tensors before PyTorch 2.13; here it returns its output tensor.
     """
     if func is torch.ops.aten.addmm.dtype_out:
         return kwargs["out"]
@@ -108,16 +109,16 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations under it made and that something still holds.
+    """Counts the storages that operations allocate and that are still referenced.
 
-    A storage counts with its size at that time: FSDP frees what it gathered by resizing it to 0.
+    A storage counts with its current size: FSDP frees gathered weights by resizing them to 0.
 
     Attributes:
-        most: the most bytes after any operation since it was last set to 0.
+        most: maximum number of bytes after any operation since it was last set to 0.
     """
 
     def __init__(self, *, are_fake: bool = False) -> None:
-        """`are_fake`: the tensors at hand are; beside real ones fake tensors are no memory."""
+        """Set up a counter. `are_fake`: tensors are fake; otherwise fake tensors are ignored."""
         super().__init__()
         self._counted = (Tensor, FakeTensor, nn.Parameter) if are_fake else (Tensor, nn.Parameter)
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -131,34 +132,34 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation, and note what it made."""
+        """Run the operation and record what it allocates."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # which becomes operations on plain tensors
+            return NotImplemented  # DTensor dispatches to operations on local tensors
         kwargs = kwargs or {}
         if self._paused or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func in BODIES and _is_open(args):
             with self:
-                made = BODIES[func](*args, **kwargs)
+                result = BODIES[func](*args, **kwargs)
             self._finish_experts()
         else:
-            made = _run(func, args, kwargs)
-            self._note(func, args, kwargs, made)
-        self._watch_all(made)
-        return made
+            result = _run(func, args, kwargs)
+            self._note(func, args, kwargs, result)
+        self._watch_all(result)
+        return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        """Hook of what else is counted; before `made` is watched."""
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Hook for subclasses, called before the storages of `result` are registered."""
 
     def _finish_experts(self) -> None:
-        """Hook: all of the experts' operator is done."""
+        """Hook for subclasses, called after the operator of the experts."""
 
-    def _watch_all(self, made: Any) -> None:
-        if any([self._watch(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]):
+    def _watch_all(self, result: Any) -> None:
+        if any([self._watch(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]):
             self.most = max(self.most, self.now())
 
     def _watch(self, tensor: Tensor) -> bool:
-        """Whether it is a storage that was not known."""
+        """Register a tensor's storage; return whether it is new."""
         if not self._counts(tensor) or self._knows(tensor.untyped_storage()):
             return False
         storage = tensor.untyped_storage()
@@ -166,7 +167,7 @@ class LiveBytes(TorchDispatchMode):
         return True
 
     def _counts(self, tensor: Tensor) -> bool:
-        """Whether it stands for memory of the device."""
+        """Return whether a tensor occupies device memory."""
         return type(tensor) in self._counted and tensor.device.type != "meta"
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
@@ -174,41 +175,42 @@ class LiveBytes(TorchDispatchMode):
         return known is not None and known() is storage
 
     def now(self) -> int:
-        """Bytes alive."""
+        """Return the bytes of storages that are still referenced."""
         alive = {key: storage for key, ref in self._alive.items() if (storage := ref()) is not None}
         self._alive = {key: self._alive[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
 
     def settled(self) -> int:
-        """Bytes alive once cycles are collected and threads of collectives let go of theirs."""
+        """Return `now` after cycles are collected and collectives have released their buffers."""
         gc.collect()
-        found = self.now()
+        least = self.now()
         for _ in range(10):
             time.sleep(0.01)
-            found = min(found, self.now())
-        return found
+            least = min(least, self.now())
+        return least
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose operations are one kernel: what it makes between them is not there."""
+        """Wrap a function that stands for one kernel: its temporary tensors are not counted."""
 
         def run(*args: Any) -> Any:
             before, self._paused = self._paused, True
             try:
-                made = function(*args)
+                result = function(*args)
             finally:
                 self._paused = before
             if not before:
-                self._note(None, args, {}, made)
-                self._watch_all(made)
-            return made
+                self._note(None, args, {}, result)
+                self._watch_all(result)
+            return result
 
         return run
 
 
 def _is_open(args: Any) -> bool:
-    """Whether what is inside of the experts' operator counts: a GPU's code, of floats.
+    """Return whether the operations inside the experts' operator are recorded.
 
-    A CPU's asks for numbers of rows; 4 bits are looked up in tables that last.
+    They are on a GPU with floating-point weights. On a CPU the code reads the number of rows of
+    each expert. 4-bit weights use lookup tables that stay in memory.
     """
     what = planned()
     bytes_ = any(isinstance(t, Tensor) and t.dtype == torch.uint8 for t in tree_leaves(args))
@@ -220,11 +222,11 @@ PASSES = ("forward", "backward", "again")
 
 @dataclass
 class Reading:
-    """Bytes alive after an operation, since `Meter.begin`.
+    """Bytes allocated since `Meter.begin`, after an operation.
 
     Attributes:
-        total: all.
-        logits: those of tensors as wide as the vocabulary.
+        total: all bytes.
+        logits: bytes of tensors whose last dimension is the vocabulary.
     """
 
     total: int
@@ -233,14 +235,13 @@ class Reading:
 
 @dataclass
 class PassRecording:
-    """All that one pass forward and back did.
+    """Record of one forward and backward pass.
 
     Attributes:
-        work: by the name of the pass, as fields of `Work`; `again` is what the backward pass
-            computes again.
-        readings: after each operation of forward and of backward pass.
-        embedding: how many readings there were when the embedding's gradient was made.
-        experts: how many there were when the experts' gradients were there; 0: never.
+        work: fields of `Work` by pass; `again` is recomputation during the backward pass.
+        readings: readings after each operation of the forward and of the backward pass.
+        embedding: number of readings when the gradient of the embedding was computed.
+        experts: number of readings when the gradients of the experts existed; 0: never.
     """
 
     work: dict[str, Counter[str]] = field(
@@ -254,10 +255,10 @@ class PassRecording:
 
 
 class Meter(LiveBytes):
-    """`LiveBytes` that writes down what each operation computes and moves as well.
+    """`LiveBytes` that also records FLOPs and memory traffic of each operation.
 
     Args:
-        vocabulary: width of logits on this process; 0: none are looked for.
+        vocabulary: last dimension of logits on this rank; 0: logits are not recorded.
     """
 
     def __init__(self, vocabulary: int = 0) -> None:
@@ -266,29 +267,29 @@ class Meter(LiveBytes):
         self._logits: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._base = 0
         self.recorded = PassRecording()
-        self._group: Counter[str] = Counter()  # the work that the compiler's kernel is of
-        self._read: dict[int, int] = {}  # by the running group of the compiler, from outside
+        self._group: Counter[str] = Counter()  # work of the pass that the fused kernel belongs to
+        self._read: dict[int, int] = {}  # bytes that the current fused kernel reads, by storage
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """These are there already; a view of one is nothing new."""
+        """Register tensors that exist already, so that views of them do not count as new."""
         for tensor in tensors:
             self._watch(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
     def begin(self) -> None:
-        """Count from here: what is alive now is not of what follows."""
+        """Start a record. Bytes that are allocated now are not part of it."""
         self._end_group()
         self.recorded, self._base, self._pass = PassRecording(), self.now(), "forward"
 
     def end(self) -> PassRecording:
-        """All since `begin`; what follows is of no interest."""
+        """Return the record since `begin`."""
         self._end_group()
         recorded, self.recorded = self.recorded, PassRecording()
         return recorded
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A context in which operations are the backward pass's."""
+        """Context in which operations belong to the backward pass."""
         self._end_group()
         self._pass = "backward"
         try:
@@ -298,11 +299,11 @@ class Meter(LiveBytes):
             self._pass = "forward"
 
     def since(self) -> int:
-        """Bytes alive of what was made since `begin`."""
+        """Return the bytes still allocated of those allocated since `begin`."""
         return self.now() - self._base
 
-    def _watch_all(self, made: Any) -> None:
-        for leaf in tree_leaves(made):
+    def _watch_all(self, result: Any) -> None:
+        for leaf in tree_leaves(result):
             is_new = isinstance(leaf, Tensor) and self._watch(leaf)
             if is_new and leaf.ndim and leaf.shape[-1] == self._vocabulary:
                 storage = leaf.untyped_storage()
@@ -316,10 +317,13 @@ class Meter(LiveBytes):
         if self._pass == "backward" and not is_recomputing():
             self.recorded.experts = len(self.recorded.readings["backward"]) + 1
 
-    def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        # mark the gradient of the embedding
         name = "" if func is None else func.name()
         if "embedding_dense_backward" in name and self.recorded.embedding is None:
             self.recorded.embedding = len(self.recorded.readings["backward"])
+
+        # select the pass; a fused kernel does not span passes or collectives
         again = self._pass == "backward" and is_recomputing()
         work = self.recorded.work["again" if again else self._pass]
         if work is not self._group:
@@ -328,15 +332,19 @@ class Meter(LiveBytes):
         if name.startswith(MESSAGES):
             self._end_group()
             return
-        attention, products = _attention(name, args), _products(func, args, kwargs, made)
+
+        # matmuls and attention end a fused kernel, too
+        attention, products = _attention(name, args), _products(func, args, kwargs, result)
         if attention or products:
             self._end_group()
             done = {"products": products, "attention": attention}
             work.update({**done, "launches": 1, "fused_launches": 1})
             return
+
+        # all other operations are memory-bound, apart from allocations and views
         if name.startswith(FREE):
             return
-        outputs = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func is not None and _is_view(func, inputs, outputs):
             return
@@ -345,10 +353,10 @@ class Meter(LiveBytes):
     def _move(
         self, work: Counter[str], name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """An operation that memory bounds."""
+        """Record a memory-bound operation."""
         written = sum(t.nbytes for t in _distinct(outputs))
         read = {t.untyped_storage()._cdata: _extent(t) for t in inputs}
-        if name.startswith(PICKS):  # rows of a table, not all of it
+        if name.startswith(PICKS):  # reads only the selected rows of a table
             read = {key: min(size, written) for key, size in read.items()}
         work.update(moved=written + sum(read.values()), launches=1)
         for key, size in read.items():
@@ -359,7 +367,7 @@ class Meter(LiveBytes):
             self._made[storage._cdata] = weakref.ref(storage)
 
     def _end_group(self) -> None:
-        """The compiler's kernel ends here: what it made and is still there was written."""
+        """Record the fused kernel that ends here: it writes what is still referenced."""
         if self._made:
             left = [storage for ref in self._made.values() if (storage := ref()) is not None]
             moved = sum(self._read.values()) + sum(storage.nbytes() for storage in left)
@@ -371,12 +379,12 @@ MESSAGES = ("_c10d_functional::", "c10d::")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::_local_scalar_dense")
 PICKS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
 BACKWARD_OF_FORWARD = 2.5
-"""Products of attention's backward pass, which makes its logits again: five for the forward
-pass's two (Dao, 2023)."""
+"""Ratio of the FLOPs of attention's backward and forward pass: five matmuls, of which one is the
+recomputation of the logits, over two (Dao, 2023)."""
 
 
 def _attention(name: str, args: Sequence[Any]) -> float:
-    """FLOPs of an operation that is attention of queries, keys and values (B, H, T, hd)."""
+    """Return the FLOPs of an attention operation on (B, H, T, hd) tensors, else 0."""
     if not name.startswith("aten::_scaled_dot_product_"):
         return 0.0
     backward = "_backward" in name
@@ -388,8 +396,8 @@ def _attention(name: str, args: Sequence[Any]) -> float:
     return float(factor * 4 * q.numel() * keys * seen)
 
 
-def _products(func: Any, args: Any, kwargs: Any, made: Any) -> float:
-    """FLOPs of an operation that is a matrix product."""
+def _products(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Return the FLOPs of an operation that is a matmul, else 0."""
     packet = getattr(func, "_overloadpacket", None)
     if packet is None:
         return 0.0
@@ -399,16 +407,16 @@ def _products(func: Any, args: Any, kwargs: Any, made: Any) -> float:
     if formula is None:
         return 0.0
     named = {key: value for key, value in kwargs.items() if key not in ("out", "out_dtype")}
-    if func.namespace == "aten":  # without arguments that no formula knows, such as dtypes
+    if func.namespace == "aten":  # drop arguments, such as dtypes, that the formulas do not take
         args = args[: 3 if "addmm" in func.name() else 2]
-    return float(formula(*args, **named, out_val=made))
+    return float(formula(*args, **named, out_val=result))
 
 
 def _is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether all that it gives was there, and it writes nothing."""
+    """Return whether an operation only returns views of its inputs and writes nothing."""
     known = {t.untyped_storage()._cdata for t in inputs}
-    made = (t.untyped_storage()._cdata for t in outputs)
-    return not func._schema.is_mutable and all(storage in known for storage in made)
+    storages = (t.untyped_storage()._cdata for t in outputs)
+    return not func._schema.is_mutable and all(storage in known for storage in storages)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -416,15 +424,15 @@ def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes of memory that reading it touches: an expanded tensor's are few."""
+    """Return the bytes read from memory, which are fewer for an expanded tensor."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 class GpuKernels(TorchFunctionMode):
-    """Takes the fused operators that a GPU has where PyTorch's CPU has several in their place."""
+    """Replaces operations by the fused operators that PyTorch has only on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`func`, or what a GPU runs of it."""
+        """Run `func`, or the fused operator of a GPU."""
         kwargs = kwargs or {}
         if func in (F.rms_norm, torch.rms_norm):
             x, shape, *rest = args

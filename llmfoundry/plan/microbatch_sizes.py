@@ -1,7 +1,7 @@
-"""Microbatch sizes of a process: the candidates, and the memory that they may use.
+"""Candidates for the microbatch size of a rank, and the memory available for them.
 
-`fit.py` and `builders/microbatch.py` choose among them for a training run, by what a step takes;
-`builders/evaluation.py` for an evaluation, by what a forward pass does.
+`fit.py` and `builders/microbatch.py` choose a candidate for training by the cost of a step, and
+`builders/evaluation.py` for an evaluation by the cost of a forward pass.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 CPU_TOKENS = 1024
-"""Tokens that a matrix meets in a microbatch on a CPU: more is not faster there, and takes more
-memory. A mixture's microbatch holds more, for each expert meets only its share."""
+"""Maximum tokens per matmul of a microbatch on a CPU. More tokens are not faster and take more
+memory. With experts a microbatch has more tokens, because each expert processes only a part."""
 
 
 def microbatches(recipe: ResolvedTrainRecipe, rows: int, device: torch.device) -> list[int]:
-    """Microbatches of a process's rows, the largest first; the one that the recipe writes."""
-    asked = recipe.device_train_microbatch_size
-    if isinstance(asked, int):
-        return [min(asked, rows)]
+    """Return the candidates, the largest first, or the size that the recipe sets."""
+    configured = recipe.device_train_microbatch_size
+    if isinstance(configured, int):
+        return [min(configured, rows)]
     most = rows
     if device.type == "cpu":
         tokens = CPU_TOKENS / recipe.model.ffn_config.active_share
@@ -33,7 +33,7 @@ def microbatches(recipe: ResolvedTrainRecipe, rows: int, device: torch.device) -
 
 
 def rows_per_process(recipe: ResolvedTrainRecipe, data_size: int) -> int:
-    """This process's rows of a global batch; raises UserError where they do not divide."""
+    """Return the sequences of a global batch per rank; raise a UserError if they do not divide."""
     rows, rest = divmod(recipe.global_train_batch_size, data_size)
     if rest or rows == 0:
         below = max(1, rows) * data_size
@@ -45,16 +45,16 @@ def rows_per_process(recipe: ResolvedTrainRecipe, data_size: int) -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process may still use on `device`."""
+    """Return the free bytes of the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_host_memory()
 
 
 def memory_of_process(world: World) -> int:
-    """Bytes that every process may use: those of the one that has least; all processes ask.
+    """Return the bytes that every rank may use: the minimum over ranks. Must run on all ranks.
 
-    On a CPU all share one memory, and so do processes on one GPU.
+    Ranks on a CPU share the host's memory. Ranks on the same GPU share its memory.
     """
     free, sharing = available_memory(world.device), world.size
     if world.device.type == "cuda":
@@ -62,4 +62,4 @@ def memory_of_process(world: World) -> int:
     return all_reduce_min(world, free // sharing)
 
 
-USABLE = 0.9  # of the free memory; the rest is for the allocator's gaps and the libraries
+USABLE = 0.9  # fraction of free memory; the rest is for fragmentation and libraries
