@@ -1,7 +1,8 @@
-"""Commands as a user types them, in help, messages and tables.
+"""Commands in help, messages and tables, in the form that the user types.
 
-Texts name commands as the repository has them, `python scripts/eval.py`; they are printed as the
-user would write them. The console command marks its processes, and so those that they start.
+Texts in the code contain commands of the repository, such as `python scripts/eval.py`. They are
+converted to `llmfoundry eval` if the console command is used. The console command sets an
+environment variable, which its child processes inherit.
 """
 
 from __future__ import annotations
@@ -12,33 +13,33 @@ import shlex
 
 _MARK = "LLMFOUNDRY_CONSOLE"
 _TORCHRUN = re.compile(r"(torchrun [^\n]*?)scripts/(\w+)\.py")
-_SCRIPT = re.compile(r"(?:python )?(?<![\w/])scripts/(\w+)\.py")  # not of another folder
+_SCRIPT = re.compile(r"(?:python )?(?<![\w/])scripts/(\w+)\.py")  # not in another folder
 
 
 def mark_console() -> None:
-    """From here on, and in every process that begins here, commands are the console's."""
+    """Print commands as the console command's, in this process and its child processes."""
     os.environ[_MARK] = "1"
 
 
 def by_console() -> bool:
-    """Whether the console command was called."""
+    """Return whether the console command was called."""
     return _MARK in os.environ
 
 
 def as_called(text: str) -> str:
-    """A text with the commands in it as the user calls them, `llmfoundry eval` by the console."""
+    """Convert the commands in a text to the form that the user types."""
     if not by_console():
         return text
     return _SCRIPT.sub(r"llmfoundry \1", _TORCHRUN.sub(r"\1-m llmfoundry \2", text))
 
 
 def command_line(script: str, *words: str) -> str:
-    """A command to copy into a shell: of `scripts/<script>.py` with these words, quoted."""
+    """Return a command for a shell: `scripts/<script>.py` with quoted words."""
     return as_called(f"python scripts/{script}.py {' '.join(map(_quoted, words))}")
 
 
 def _quoted(word: str) -> str:
-    """As `shlex.quote`, with `key=` before the quotes."""
+    """Quote a word as `shlex.quote` does, with `key=` before the quotes."""
     key, equals, value = word.partition("=")
     if equals and key.replace(".", "").isidentifier():
         return f"{key}={shlex.quote(value)}"

@@ -1,7 +1,8 @@
-"""What a user did wrong: the one exception that every package raises and every script prints.
+"""Exceptions that scripts report as one line instead of a traceback.
 
-A `UserError` becomes one line per problem on stderr and exit status 2, never a traceback; so does a
-`RunFailure`, with its own. Anything else that escapes is a defect of ours and keeps its traceback.
+A `UserError` is a mistake of the user: one line per problem on stderr and exit status 2. A
+`RunFailure` ends a run without a mistake of the user, with its own exit status. Any other exception
+is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class UserError(Exception):
-    """One or more problems, each a line that names the key, file or row; why; what to write."""
+    """One or more problems, each a line: the key, file or row; the reason; what to write."""
 
     def __init__(self, *problems: str) -> None:
         assert problems, "a UserError names at least one problem"
@@ -23,17 +24,17 @@ class UserError(Exception):
         self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.problems  # one process's mistake may be reported by all
+        return type(self), self.problems  # pickled to report a rank's error on all ranks
 
     def lines(self) -> list[str]:
-        """The problems as a terminal can show them: each one line, none of them endless."""
+        """Return the problems as printable lines of limited number and length."""
         shown = [_printable(problem) for problem in self.problems[:MOST_LINES]]
         left = len(self.problems) - len(shown)
         return [*shown, f"... and {left:,} problems more"] if left else shown
 
 
 def one_line(error: BaseException) -> str:
-    """Why something failed: the system's own reason where one led to it, else the error's text."""
+    """Return the reason of an error in one line: the first OSError in its chain, else its text."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, OSError) and at.strerror:
@@ -43,9 +44,9 @@ def one_line(error: BaseException) -> str:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether a full disk, or somebody's share of one, led to an error.
+    """Return whether a full disk or an exceeded quota caused an error.
 
-    What writes files for a library, as torch.save does, ends in the library's own error about them.
+    Searches the chain of causes, because libraries such as torch.save raise errors of their own.
     """
     at: BaseException | None = error
     while at is not None:
@@ -56,10 +57,16 @@ def disk_full(error: BaseException) -> bool:
 
 
 def import_optional(module: str, where: str, *, extra: str = "", package: str = "") -> Any:
-    """A module of a package that need not be installed; its absence is an error at `where`.
+    """Import a module of an optional package.
+
+    Args:
+        module: name of the module.
+        where: what needs the package, for the error message.
+        extra: extra of this project that installs the package.
+        package: name of the package, if it has no extra.
 
     Raises:
-        UserError: it is not installed; names the extra of ours, or the package, that brings it.
+        UserError: the package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -72,26 +79,26 @@ def import_optional(module: str, where: str, *, extra: str = "", package: str = 
 
 
 class RunFailure(Exception):
-    """What ended a run by no mistake of its user's, as a line; the same command may succeed."""
+    """End of a run without a mistake of the user; the same command may succeed."""
 
     status = 1
     """The exit status."""
     kind = ""
-    """What `exit_status.record_end` calls it; empty: what it calls that status."""
+    """Kind of end for `exit_status.record_end`; empty: derived from the status."""
     of_all = False
-    """Whether every process ends with it, so that only one reports it."""
+    """Whether all ranks raise it, so that only one rank reports it."""
 
 
 class NoRestart(RunFailure):
-    """What ended a run that is not to be started again before somebody has looked, as a line."""
+    """End of a run that must not be restarted before a person has looked at it."""
 
     of_all = True
     status = 93
-    """The exit status, as NVIDIA's resiliency extension has it for "do not requeue"."""
+    """The exit status, as in NVIDIA's resiliency extension for "do not requeue"."""
 
 
 class RestartNeeded(RunFailure):
-    """The processes ran out of memory; started again, they use less of it, as a line."""
+    """Out of memory; the restarted run will use less memory."""
 
     status = 75
     """The exit status: run the same command again."""
@@ -100,13 +107,13 @@ class RestartNeeded(RunFailure):
 
 @contextmanager
 def enough_memory(advice: str) -> Iterator[None]:
-    """Advise what to write where the block runs out of memory, the host's or a device's.
+    """Convert out-of-memory errors of the host or a device in the block to a UserError.
 
     Args:
         advice: the recipe's key, its value, and what to write instead.
 
     Raises:
-        UserError: it did.
+        UserError: the block ran out of memory.
     """
     try:
         yield
@@ -116,13 +123,13 @@ def enough_memory(advice: str) -> Iterator[None]:
 
 
 def refuse_out_of_memory(error: MemoryError | RuntimeError, advice: str) -> None:
-    """Raise a UserError with `advice` if memory is what was lacking; as `enough_memory` does."""
+    """Raise a UserError with `advice` if an error is an out-of-memory error."""
     if is_out_of_memory(error):
         raise UserError(f"{advice} ({requested_memory(error)})") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory is what was lacking, the host's or a device's."""
+    """Return whether an error is an out-of-memory error of the host or a device."""
     if isinstance(error, MemoryError):
         return True
     text = str(error)
@@ -132,26 +139,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_memory(error: BaseException) -> str:
-    """How much memory an allocation asked for that failed, else the error's beginning."""
+    """Return the size of a failed allocation from its error, else the beginning of the message."""
     reason = str(error) or type(error).__name__
-    asked = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
-    return asked[0].lower() if asked else " ".join(reason.split())[:100]
+    match = re.search(r"tried to allocate [\d.]+ \w+", reason, re.IGNORECASE)
+    return match[0].lower() if match else " ".join(reason.split())[:100]
 
 
 _OUT_OF_MEMORY = (
-    "can't allocate memory",  # of PyTorch on the host
-    "out of memory",  # of CUDA, of NCCL that quotes it
-    "ALLOC_FAILED",  # of cuBLAS and cuDNN
+    "can't allocate memory",  # PyTorch on the host
+    "out of memory",  # CUDA, also quoted by NCCL
+    "ALLOC_FAILED",  # cuBLAS and cuDNN
     "ALLOCATION_FAILED",
-    "bad_alloc",  # of C++
+    "bad_alloc",  # C++
 )
 _ONEDNN = ("could not create a primitive", "could not execute a primitive")
-"""Whole texts of oneDNN (CPUs' matrix products), which hold no status. What it has no kernel for
-fails before, as "could not create a primitive descriptor ..."; all that can fail then is to get
-memory for code and scratch."""
+"""Complete messages of oneDNN (matmuls on CPUs), which contain no status. A missing kernel fails
+earlier ("could not create a primitive descriptor ..."), so these messages mean that memory for code
+or scratch could not be allocated."""
 
 
-MOST_LINES, LONGEST_LINE = 50, 2000  # of what is shown
+MOST_LINES, LONGEST_LINE = 50, 2000  # limits of the printed problems
 
 
 def _printable(text: str) -> str:

@@ -1,9 +1,9 @@
-"""`events.jsonl` of a run's folder: what happened to the run, and what was done about it.
+"""`events.jsonl` in a run's folder: what happened to the run, and which action was taken.
 
-Written by the loop's watch, the hang monitor and the supervisor; read by the supervisor, the
-report, the loggers and people. The idea: a line is appended by one write, so that several processes
-need no lock; a torn or foreign line is skipped. Decisions rely on the order of lines; their times
-are for people, as a clock may be set.
+Written by the watch callback, the hang monitor and the supervisor; read by the supervisor, the
+report and the loggers. Each line is appended with a single write, so several processes need no
+lock. Damaged lines and other records are skipped. Decisions rely on the order of the lines and not
+on their times, because a clock may be set.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from llmfoundry.redaction import public_texts
 
 NAME = "events.jsonl"
 CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run's folder."""
+"""Subfolder of a run's folder for checkpoints."""
 FOLDERS = ("supervise", "hangs")
-"""Beside events.jsonl: what the supervisor and the hang monitor write into a run's folder."""
-_LAST = 253_402_300_799  # seconds: the year 9999 ends
+"""Subfolders of a run's folder, written by the supervisor and the hang monitor."""
+_LAST = 253_402_300_799  # end of the year 9999, in seconds since 1970
 
 
 def add_event(
@@ -39,19 +39,19 @@ def add_event(
     action: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Add a line to a run's events, its secrets masked; the line.
+    """Append an event to a run's events, with secrets masked, and return it.
 
     Args:
-        folder: the run's, created if need be.
-        kind: a word to select by, such as hang or loss_spike.
-        what: what was seen, for people.
-        step: the current step (from 1); None: none in particular.
-        rank: the process that it is about; None: all, or none in particular.
-        action: what was done: log, skip, roll_back, end, restart, stop ...
-        more: further facts, as JSON.
+        folder: of the run; created if it is missing.
+        kind: of the event, such as hang or loss_spike.
+        what: description for people.
+        step: current step (from 1); None: no particular step.
+        rank: affected rank; None: all ranks, or no particular one.
+        action: action taken: log, skip, roll_back, end, restart, stop ...
+        more: further fields, as JSON values.
 
     Raises:
-        OSError: it cannot be written completely.
+        OSError: the line cannot be written completely.
     """
     event = {"time": round(time.time(), 3), "kind": kind, "step": step, "rank": rank}
     event |= {"what": what, "action": action, **more}
@@ -59,10 +59,11 @@ def add_event(
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):  # a pipe would block once it is full
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):  # a full pipe would block
             raise OSError(errno.EINVAL, "not a file", str(folder / NAME))
-        size = found.st_size
+        # terminate a last line that was written incompletely
+        size = status.st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         data = ("\n" * is_torn + line + "\n").encode()
         if os.write(descriptor, data) < len(data):
@@ -74,7 +75,7 @@ def add_event(
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run in the order in which they were written; none without a file."""
+    """Yield the events of a run in the order of their lines; none if there is no file."""
     path = folder / NAME
     try:
         with open_guarded(path) as file:
@@ -89,18 +90,18 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_restart(event: Mapping[str, Any]) -> bool:
-    """Whether it is a supervisor's decision to start the run again."""
+    """Return whether an event is a supervisor's decision to restart the run."""
     return event.get("kind") == "decision" and str(event.get("action")).startswith("restart")
 
 
 def names_in(event: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The names that an event lists under a key, such as nodes."""
-    found = event.get(key)
-    return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
+    """Return the list of names under a key of an event, such as `nodes`."""
+    names = event.get(key)
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
 def _is_event(found: Any) -> bool:
-    """Whether a line has the fields that `add_event` writes, so that readers need not check."""
+    """Return whether a line has the fields that `add_event` writes, with valid types."""
     if not isinstance(found, dict):
         return False
     when, step, action = found.get("time"), found.get("step"), found.get("action")

@@ -1,19 +1,19 @@
-"""How a process of a run ends, and what a supervisor and the run's processes exchange.
+"""Exit statuses, and the data that a supervisor and the ranks of a run exchange.
 
-    0    done
-    1    it failed, and may succeed if it is started again (so any status that is not listed)
-    2    a mistake of the user's, reported in a line: the same command fails again
-    3    scripts/check.py, or a run with health_check.before_run: a machine is bad
+    0    complete
+    1    failed; a restart may succeed (also any status that is not listed)
+    2    mistake of the user, reported in one line; the same command fails again
+    3    a machine is bad (scripts/check.py, or a run with health_check.before_run)
     75   run the same command again (EX_TEMPFAIL of sysexits.h): stopped by a signal and saved, or
-         out of memory, and it will begin with a smaller microbatch
-    93   the supervisor gives up: do not start it again before somebody has looked
+         out of memory, and the next start uses a smaller microbatch
+    93   the supervisor gives up: do not restart before a person has looked at the cause
     130  Ctrl-C before there was anything to save
 
-torchrun makes 1 of every status but 0, and reports no more than a number of each process. So each
-process also writes a file into the supervisor's folder, with the line that it ended with. In the
-other direction the supervisor sets, in the environment, from which checkpoint an attempt may resume
-(`ResumeLimits`; `builders/resume.py` reads it): a process that finds fewer checkpoints than the
-supervisor, on another machine perhaps, must not silently start over.
+torchrun replaces every status but 0 by 1, and reports only a number for each rank. Each rank
+therefore also writes a file with its last message into the supervisor's folder. In the other
+direction, the supervisor sets environment variables with the checkpoints from which an attempt may
+resume (`ResumeLimits`, read by `builders/resume.py`). A rank that finds fewer checkpoints than the
+supervisor, for example on another machine, must not silently start over.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from llmfoundry.files import read_json
 Handler = Callable[[int, FrameType | None], None]
 DONE, FAILED, MISTAKE, BAD_MACHINE, SAVED, GIVE_UP, INTERRUPTED = 0, 1, 2, 3, 75, 93, 130
 MEMORY = "memory"
-"""The kind of end, as `record_end` has it, after which the processes are to be started again."""
+"""Kind of end for `record_end`: out of memory; the ranks are restarted."""
 ENDS_FOLDER = "LLMFOUNDRY_ENDS"
-"""In the environment: the folder for these files; without it none are written."""
+"""Environment variable: folder for the files of `record_end`; unset: none are written."""
 STOP_FILE = "stop"
-"""An empty file in the supervisor's folder of heartbeats: the run is asked to stop."""
+"""Empty file in the supervisor's heartbeat folder: a stop of the run was requested."""
 STOPS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "USR1", "HUP"))
-"""Signals that make a run save and end: of schedulers, Ctrl-C, and a terminal that is closed."""
-_MOST_LOST = 8  # ranks that record a lost one: 3,072 files would add nothing
+"""Signals at which a run saves and ends: from schedulers, Ctrl-C, and a closed terminal."""
+_MOST_LOST = 8  # ranks that record the loss of another rank; more would add nothing
 
 
 def own_node() -> str:
-    """This machine's name as its scheduler knows it, else as it calls itself."""
+    """Return this machine's name in its scheduler, or its host name."""
     env = os.environ
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname()
 
 
 def on_stops(handler: Handler) -> dict[signal.Signals, Any]:
-    """From now on call `handler` at each of STOPS that is not ignored, as nohup ignores SIGHUP.
+    """Set the handler of all STOPS signals that are not ignored (nohup ignores SIGHUP).
 
-    One that came before, and was held back for it, is delivered now.
+    Also unblocks the signals: a signal that arrived while they were blocked is delivered now.
 
     Returns:
-        What was called before, to be set again.
+        The previous handlers.
     """
     numbers = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -66,13 +66,13 @@ def on_stops(handler: Handler) -> dict[signal.Signals, Any]:
 
 
 def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
-    """Record how this process ends, if it has a supervisor.
+    """Record how this rank ends, if it has a supervisor.
 
     Args:
-        status: its exit status.
-        kind: mistake, lost (another process was), error, full (a disk), memory (out of it, and a
-            start with a smaller microbatch may do), stopped or done.
-        lines: its message, without secrets.
+        status: exit status.
+        kind: mistake, lost (contact with another rank was lost), error, full (a disk is full),
+            memory (out of memory; a smaller microbatch may help), stopped or done.
+        lines: message, without secrets.
     """
     folder, rank = os.environ.get(ENDS_FOLDER), int(os.environ.get("RANK", 0))
     if folder is None or (kind == "lost" and rank >= _MOST_LOST):
@@ -83,41 +83,41 @@ def record_end(status: int, kind: str, lines: Sequence[str]) -> None:
 
 
 def record_ranks(folder: Path, ranks: Sequence[int]) -> None:
-    """Record which ranks are on this machine; called by the first of them."""
+    """Record the ranks of this machine; called by the first of them."""
     _write(folder / f"place-{ranks[0]}.json", {"node": own_node(), "ranks": list(ranks)})
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    """An atomic write without fsync, for which `files.write_json` would wait."""
-    with suppress(OSError):  # the disk may be what failed
+    """Write a JSON file atomically, but without the fsync of `files.write_json`."""
+    with suppress(OSError):  # the disk may have failed
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.replace(path)
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
-    """The machine of each rank that has begun."""
-    found = dict[int, str]()
+    """Return the machine of each rank that has begun."""
+    nodes = dict[int, str]()
     for path in folder.glob("place-*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # damaged
             place = read_json(path)
-            found |= dict.fromkeys(map(int, place["ranks"]), str(place["node"]))
-    return found
+            nodes |= dict.fromkeys(map(int, place["ranks"]), str(place["node"]))
+    return nodes
 
 
 def read_ends(folder: Path) -> list[dict[str, Any]]:
-    """The ends that processes have recorded, in the order of the file system's one clock."""
-    found = list[tuple[int, dict[str, Any]]]()
+    """Return the recorded ends of ranks, ordered by modification time on the shared file system."""
+    ends = list[tuple[int, dict[str, Any]]]()
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, ValueError):
             end = read_json(path)
             if _is_end(end):
-                found.append((path.stat().st_mtime_ns, end))
-    return [end for _, end in sorted(found, key=lambda pair: pair[0])]
+                ends.append((path.stat().st_mtime_ns, end))
+    return [end for _, end in sorted(ends, key=lambda pair: pair[0])]
 
 
 def _is_end(found: Any) -> bool:
-    """Whether it is what `record_end` writes."""
+    """Return whether a value has the fields that `record_end` writes."""
     kinds = {"rank": int, "status": int, "kind": str, "node": str, "lines": list}
     if not isinstance(found, dict):
         return False
@@ -129,11 +129,11 @@ _SAVED, _BEFORE = "LLMFOUNDRY_SAVED_BATCH", "LLMFOUNDRY_RESUME_BEFORE"
 
 @dataclass(frozen=True)
 class ResumeLimits:
-    """From which checkpoint an attempt may resume.
+    """Limits on the checkpoint from which an attempt resumes.
 
     Attributes:
-        saved: the batch of the newest, which must exist; -1: none has to.
-        before: resume from one of fewer batches than this; None: from the newest.
+        saved: batch of the newest checkpoint, which must exist; -1: none must exist.
+        before: resume from a checkpoint of fewer batches than this; None: from the newest.
     """
 
     saved: int = -1
@@ -141,18 +141,19 @@ class ResumeLimits:
 
     @property
     def until(self) -> int | None:
-        """The most batches that may be done where it resumes; None: any number."""
+        """Maximum batch of the checkpoint to resume from; None: any."""
         return None if self.before is None else self.before - 1
 
     def environment(self) -> dict[str, str]:
-        """The variables of an attempt's environment."""
+        """Return the environment variables of an attempt."""
         return {_SAVED: str(self.saved), _BEFORE: "" if self.before is None else str(self.before)}
 
 
 def resume_limits() -> ResumeLimits:
-    """The limits that this process's supervisor has set; none without one.
+    """Return the limits that the supervisor has set; no limits without a supervisor.
 
-    Nor where torchrun itself has restarted the processes, as there may be newer checkpoints.
+    There are no limits either if torchrun itself has restarted the ranks, because newer checkpoints
+    may exist.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return ResumeLimits()

@@ -1,23 +1,22 @@
-"""Atomic writes, guarded reads, folders whose writing resumes, and locks that end with their owner.
+"""Atomic writes, guarded reads, file locks, and folders whose writing can be resumed.
 
-Small files are written by `atomic_write`, streams by `atomic_file`, folders by `atomic_path`: under
-a temporary name beside the target until all of it is on the disk. So a reader at any time, also
-after a crash, a power cut or a full disk, finds the old content or the new.
+Write small files with `atomic_write`, streams with `atomic_file`, folders with `atomic_path`. They
+write to a temporary name next to the target and rename it when all data is on the disk. A reader
+therefore finds the old or the new content at any time, also after a crash or a power cut.
 
-A file that somebody else may have written is read by `open_guarded` or by what is built on it
-(`read_json`, `read_object`, `read_text`): a pipe is refused and not waited for, and size and depth
-are bounded.
+Read files that other programs may have written with `open_guarded` or a function based on it
+(`read_json`, `read_object`, `read_text`). They reject pipes instead of blocking, and limit the size
+and the nesting depth.
 
-The cache of shards locks the very file it means: exclusively while it is written or deleted, shared
-while it is read; runs and preparations lock a file made for it. These are flock's locks, which the
-kernel releases however a process ends. One rule: a lock counts only if the path still names the
-locked file, since another process may have renamed or deleted it.
+Locks are flock locks, which the kernel releases however a process ends. The shard cache locks the
+cached file itself: exclusive for writing or deleting, shared for reading. Runs and preparations
+lock a separate file. A lock only counts if the path still names the locked file, because another
+process may have renamed or deleted it.
 
-Folders that take long to write are `resumable_folder`: beside OUTPUT stand meanwhile
-OUTPUT.unfinished and OUTPUT.unfinished.journal, a line of JSON for each part that is on the disk. A
-killed process leaves both; the same command then skips those parts. An error removes both, as does
-a command that would write something else there. The journal is locked, so that one process writes
-at a time.
+Write folders that take long with `resumable_folder`. While it runs, there are OUTPUT.unfinished and
+OUTPUT.unfinished.journal, with a line of JSON for each part on the disk. A killed process leaves
+both, and the same command skips the finished parts. An error removes both, as does a command that
+writes something else there. The journal is locked, so that one process writes at a time.
 """
 
 from __future__ import annotations
@@ -42,41 +41,41 @@ from llmfoundry.errors import UserError, disk_full, one_line
 
 _MARK = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}\.partial$")
 RUN_LOCK = "run.lock"
-"""In a run's folder: who trains there holds it (`checkpoint/run_lock.py`)."""
+"""Lock file in a run's folder, held by the training process (`checkpoint/run_lock.py`)."""
 SWEEP_LOCK = "sweep.lock"
-"""In the folder of a sweep's runs: held by the sweep (`cli/sweep_runs.py`)."""
+"""Lock file in the folder of a sweep's runs, held by the sweep (`cli/sweep_runs.py`)."""
 MOST_BYTES = 1 << 25
-"""Of a guarded read: twice the largest index of weights that was published."""
+"""Size limit of a guarded read: twice the largest published weight index."""
 DEEPEST = 64
-"""Levels of lists and objects in JSON; what reads it goes down by calling itself."""
+"""Maximum nesting depth of JSON, because readers are recursive."""
 AGAIN = "copy or download it again"
 TOO_DEEP = f"nested more than {DEEPEST} deep"
 _NESTS = (dict, list)
-_UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what some mounts say of folders
+_UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # fsync errors of folders on some mounts
 
 
 _swept: set[Path] = set()
-_being_written: set[str] = set()  # by this process
+_being_written: set[str] = set()  # names of partial files of this process
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Where to write a file or a folder, which is called `path` once the block ends.
+    """Yield a temporary path for a file or folder, which is renamed to `path` after the block.
 
-    Its name meanwhile, `<name>.<machine>-<process>-<hex>.partial`, is unique among processes and
-    machines, so that two may write at once. What a killed process left by such a name is removed
-    when another writes into the same folder.
+    The temporary name, `<name>.<machine>-<process>-<hex>.partial`, is unique among processes and
+    machines, so that two of them can write at the same time. Partial files of killed processes are
+    removed when another process writes into the same folder.
 
     Args:
-        path: its folder exists; a folder may itself exist, if it is empty.
+        path: target. Its parent folder exists. An existing target folder must be empty.
 
     Raises:
-        OSError: it could not be written; what was at `path` is as before.
+        OSError: writing failed; `path` is unchanged.
         FileExistsError: `path` is a device, a pipe or a socket, which a new file would replace.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise FileExistsError(errno.EEXIST, "is a device, a pipe or a socket", str(path))
-    if path.parent not in _swept:  # once: a folder may get thousands of files
+    if path.parent not in _swept:  # only once, because a folder may get thousands of files
         _swept.add(path.parent)
         _remove_marked(path.parent.glob("*.partial"))
     partial = path.with_name(f"{path.name}.{_own_mark()}-{uuid4().hex[:8]}.partial")
@@ -94,19 +93,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file to write, which is called `path` once the block ends."""
+    """Yield a binary file, which is renamed to `path` after the block (`atomic_path`)."""
     with atomic_path(path) as partial, partial.open("wb") as file:
         yield file
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file at once (`atomic_path`); text as UTF-8."""
+    """Write a file atomically (`atomic_path`); text is encoded as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
-    """Write a JSON file; what JSON does not know is written by its `str`."""
+    """Write a JSON file atomically; other types than JSON's are converted by `str`."""
     atomic_write(path, json.dumps(value, indent=indent, default=str) + "\n")
 
 
@@ -114,24 +113,24 @@ def open_guarded(path: Path) -> IO[bytes]:
     """Open a regular file for reading; the caller closes it.
 
     Raises:
-        OSError: it cannot be read, or is a pipe, a device or a folder.
+        OSError: the file cannot be read, or is a pipe, a device or a folder.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # asked first, as opening a device may act
+    if not stat.S_ISREG(os.stat(path).st_mode):  # before opening, which may act on a device
         raise OSError(errno.EINVAL, "is not a file", str(path))
-    # Without waiting for a writer, where a pipe has taken the place of the file meanwhile.
+    # O_NONBLOCK does not block if the file was replaced by a pipe meanwhile
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def read_guarded(path: Path, *, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Args:
         path: the file.
-        most: bytes that it may have.
+        most: maximum size in bytes.
 
     Raises:
-        OSError: `open_guarded` refuses it.
-        ValueError: it is longer.
+        OSError: `open_guarded` rejects the file.
+        ValueError: the file is larger than `most`.
     """
     with open_guarded(path) as file:
         data = file.read(most + 1)
@@ -141,86 +140,98 @@ def read_guarded(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """What a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: `read_guarded` or `parse_json` refuses it.
+        OSError: the file cannot be read.
+        ValueError: `read_guarded` or `parse_json` rejects the file.
     """
     return parse_json(read_guarded(path, most=most))
 
 
 def read_json_if_there(path: Path) -> Any:
-    """What a JSON file holds (`read_json`); an empty dict where there is no file."""
+    """Return the value in a JSON file (`read_json`); an empty dict if the file does not exist."""
     return read_json(path) if path.exists() else {}
 
 
 def parse_json(
     text: str | bytes, *, of_pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """What JSON says; of bytes, UTF-16 and UTF-32 are read too, and a byte order mark.
+    """Return the value of a JSON text.
 
     Args:
-        text: to read.
-        of_pairs: makes an object of its keys and values; None: a dict.
+        text: text, or bytes in UTF-8, UTF-16 or UTF-32 with or without a byte order mark.
+        of_pairs: converts the (key, value) pairs of an object; None: to a dict.
 
     Raises:
-        ValueError: it is not JSON, or is nested deeper than `DEEPEST`; or of `of_pairs`.
+        ValueError: the text is not JSON, or is nested deeper than `DEEPEST`; or from `of_pairs`.
     """
     if isinstance(text, bytes):
         text = _decoded(text)
     if not text.strip():
         raise ValueError("it is empty")
     try:
-        found = json.loads(text, object_pairs_hook=of_pairs)
+        result = json.loads(text, object_pairs_hook=of_pairs)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    level = [found]
+
+    # descend level by level to check the depth
+    level = [result]
     for _ in range(DEEPEST):
-        inner = (c.values() if isinstance(c, dict) else c for c in level if isinstance(c, _NESTS))
-        level = [value for values in inner for value in values if isinstance(value, _NESTS)]
+        next_level = list[Any]()
+        for container in level:
+            if isinstance(container, _NESTS):
+                values = container.values() if isinstance(container, dict) else container
+                next_level += [value for value in values if isinstance(value, _NESTS)]
+        level = next_level
         if not level:
-            return found
+            return result
     raise ValueError(TOO_DEEP)
 
 
 def read_object(path: Path, *, instead: str = AGAIN, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The JSON object in a file that somebody else wrote.
+    """Return the JSON object in a file that another program wrote.
 
     Args:
         path: the file.
-        instead: what to do where it cannot be used: download it again.
-        most: bytes that it may have.
+        instead: advice for the error message, such as `download it again`.
+        most: maximum size in bytes.
 
     Raises:
-        UserError: it cannot be read, is not JSON, or holds no object.
+        UserError: the file cannot be read, is not JSON, or contains no object.
     """
     with _readable(path, instead):
         data = read_guarded(path, most=most)
     try:
-        found = parse_json(data)
-        if b"\\ud" in data.lower():  # spelled pairs are sound; a half has no UTF-8
-            json.dumps(found, ensure_ascii=False).encode()
+        value = parse_json(data)
+        if b"\\ud" in data.lower():  # reject half of an escaped surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
-        reason = one_line(error).partition("; ")[0]  # of Python's, without its advice
+        reason = one_line(error).partition("; ")[0]  # Python's message without its advice
         raise UserError(f"{path}: is not JSON: {reason}; {instead}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path}: holds no settings by name; {instead}")
-    return found
+    return value
 
 
 def read_object_if_there(path: Path, *, instead: str = AGAIN) -> dict[str, Any]:
-    """The same (`read_object`); empty where nothing has that name."""
+    """Return the JSON object in a file (`read_object`); empty if the file does not exist."""
     return read_object(path, instead=instead) if path.exists() else {}
 
 
 def read_text(
     path: Path, *, is_json: bool = False, instead: str = AGAIN, most: int = MOST_BYTES
 ) -> str:
-    """The text of a file that somebody else wrote: UTF-8, or what JSON may be in.
+    """Return the text of a file that another program wrote.
+
+    Args:
+        path: the file.
+        is_json: accept the encodings of JSON (UTF-8, UTF-16, UTF-32) instead of only UTF-8.
+        instead: advice for the error message.
+        most: maximum size in bytes.
 
     Raises:
-        UserError: it cannot be read, or is no such text.
+        UserError: the file cannot be read, or has another encoding.
     """
     with _readable(path, instead):
         data = read_guarded(path, most=most)
@@ -231,12 +242,13 @@ def read_text(
 
 
 def _decoded(data: bytes) -> str:
-    """The text of JSON; unlike in `json.loads`, half of a surrogate pair is an error."""
+    """Decode JSON bytes; unlike `json.loads`, reject half of a surrogate pair."""
     return data.decode(json.detect_encoding(data))
 
 
 @contextmanager
 def _readable(path: Path, instead: str) -> Iterator[None]:
+    """Convert read errors in the block to a UserError."""
     try:
         yield
     except FileNotFoundError:
@@ -248,10 +260,10 @@ def _readable(path: Path, instead: str) -> Iterator[None]:
 
 
 def publish(written: Path, path: Path) -> None:
-    """Move what was written to its final name on the same disk, once all of it is on that disk.
+    """Sync a file or folder, and rename it to its final name on the same disk.
 
-    A file replaces a file, a folder an empty folder. A power cut after this has returned does not
-    undo it.
+    A file replaces a file, a folder replaces an empty folder. The rename is on the disk when this
+    function returns, so a power cut does not undo it.
     """
     sync_all(written)
     written.replace(path)
@@ -259,13 +271,13 @@ def publish(written: Path, path: Path) -> None:
 
 
 def sync_all(path: Path) -> None:
-    """`sync` of a file, or of a folder and all that is below it."""
+    """Sync a file, or a folder with its whole content."""
     for content in [*path.rglob("*"), path]:
         sync(content)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk; links are passed over."""
+    """Wait until a file's content, or a folder's entries, are on the disk; skip symbolic links."""
     if path.is_symlink() or not (path.is_file() or path.is_dir()):
         return
     try:
@@ -280,9 +292,9 @@ def sync(path: Path) -> None:
 
 
 def open_to_all(path: Path) -> None:
-    """Give a file, or every file of a folder, the rights of any new file there (umask).
+    """Give a file, or all files in a folder, the default permissions of new files (umask).
 
-    Some libraries make theirs from temporary files, which only their owner may read.
+    Some libraries create files from temporary files, which only their owner can read.
     """
     folder = path if path.is_dir() else path.parent
     probe = folder / f"{uuid4().hex}.partial"  # umask() would change it for other threads
@@ -297,10 +309,12 @@ def open_to_all(path: Path) -> None:
 
 
 def remove_partials(folder: Path, *, seconds: float = 3600.0) -> None:
-    """Remove what killed processes left half written in a folder.
+    """Remove partial files of killed processes from a folder.
 
-    What another machine's process writes, or one that lives, stays until it is older than that: it
-    is published, or gone, long before.
+    Args:
+        folder: the folder.
+        seconds: age after which partial files of running processes, and of other machines, are
+            removed too. A process finishes long before.
     """
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
@@ -310,7 +324,7 @@ def remove_partials(folder: Path, *, seconds: float = 3600.0) -> None:
 
 
 def _remove_marked(partials: Iterable[Path]) -> None:
-    """Remove those of killed processes; of other names, which are not ours, none."""
+    """Remove the partial files of killed processes of this machine; ignore other names."""
     for partial in partials:
         if _is_left(partial.name):
             with suppress(OSError):
@@ -322,22 +336,22 @@ def _remove(path: Path) -> None:
 
 
 def _own_mark() -> str:
-    """This machine and process, in the name of what is half written."""
+    """Return the part of a partial file's name for this machine and process."""
     return f"{zlib.crc32(socket.gethostname().encode()):08x}-{os.getpid()}"
 
 
 def _is_left(name: str) -> bool:
-    """Whether what is half written is of a process of this machine that has ended."""
-    found = _MARK.search(name)
-    if found is None or not _own_mark().startswith(f"{found['machine']}-"):
+    """Return whether a partial file is of a process of this machine that has ended."""
+    match = _MARK.search(name)
+    if match is None or not _own_mark().startswith(f"{match['machine']}-"):
         return False
-    if int(found["process"]) == os.getpid():  # of a process before, which had the same number
+    if int(match["process"]) == os.getpid():  # maybe an earlier process with the same id
         return name not in _being_written
     try:
-        os.kill(int(found["process"]), 0)
+        os.kill(int(match["process"]), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is another user's
+    except OSError:  # another user's process
         return False
     return False
 
@@ -346,7 +360,7 @@ _held: set[int] = set()
 
 
 def _close_inherited() -> None:
-    # A forked child shares its parent's locks and would keep them alive after the parent's end.
+    # a forked child shares its parent's locks and would hold them after the parent has ended
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -356,11 +370,11 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class LockedFile:
-    """An open and locked file, until `release`.
+    """An open and locked file; `release` unlocks and closes it.
 
     Attributes:
-        path: its name; set by the code that renames it.
-        descriptor: the open file.
+        path: path of the file; updated by code that renames it.
+        descriptor: of the open file.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -370,9 +384,12 @@ class LockedFile:
         _held.add(descriptor)
 
     def share(self) -> bool:
-        """Turn an exclusive lock into a shared one; False: another process was faster, it is lost.
+        """Convert an exclusive lock into a shared lock.
 
-        The kernel releases the one before it grants the other.
+        The kernel releases the first lock before it grants the second.
+
+        Returns:
+            False if another process took the lock in between; the lock is then lost.
         """
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -382,17 +399,17 @@ class LockedFile:
         return True
 
     def is_current(self) -> bool:
-        """Whether the path still names this file."""
+        """Return whether the path still names this file."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Unlock and close; a second time, or in a forked child, it does nothing."""
+        """Unlock and close the file. Does nothing the second time, and in a forked child."""
         if self._process == os.getpid() and self.descriptor in _held:
             _held.discard(self.descriptor)
-            # Unlocked, not only closed: a child that is being forked may still have the file open.
+            # closing alone is not enough: a child that is being forked may have the file open
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
             os.close(self.descriptor)
 
@@ -404,23 +421,26 @@ class LockedFile:
 
 
 def try_lock(path: Path, *, shared: bool = False, mode: int | None = None) -> LockedFile | None:
-    """Lock a file, or None if another has it or it is no longer what `path` names.
+    """Lock a file without waiting.
 
     Args:
         path: the file.
-        shared: together with other readers.
-        mode: make the file with these permissions if it is not there, and open it for writing.
+        shared: take a shared lock.
+        mode: create a missing file with these permissions, and open it for writing.
+
+    Returns:
+        None if another process has the lock, or if `path` no longer names the file.
 
     Raises:
-        FileNotFoundError: it is not there, and no mode was given.
+        FileNotFoundError: the file does not exist, and there is no `mode`.
     """
     return _lock(path, shared, mode, fcntl.LOCK_NB)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this machine, or of one that shares its files, has a file locked."""
-    with suppress(OSError):  # it has no locks
-        if path.is_file():  # a pipe would wait
+    """Return whether a process on any machine that shares the file system has a file locked."""
+    with suppress(OSError):  # the file system has no locks
+        if path.is_file():  # opening a pipe would block
             locked = try_lock(path, shared=True)
             if locked is not None:
                 locked.release()
@@ -430,16 +450,16 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def one_at_a_time(path: Path, *, key: str, busy: str, instead: str) -> Iterator[None]:
-    """Hold the lock of a file, whose folder is made if need be, while the block runs.
+    """Hold the lock of a file during the block; create its folder if it is missing.
 
     Args:
         path: the lock file.
-        key: the recipe's key of the folder, for the errors.
-        busy: what another process does there, and what to do: another sweep runs there; wait.
-        instead: what to do where the folder cannot be written: write another.
+        key: the recipe's key of the folder, for error messages.
+        busy: message if another process holds the lock: `another sweep runs there; wait`.
+        instead: advice if the folder cannot be written: `write another`.
 
     Raises:
-        UserError: another process holds it, or the folder cannot be written.
+        UserError: another process holds the lock, or the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -455,7 +475,7 @@ def one_at_a_time(path: Path, *, key: str, busy: str, instead: str) -> Iterator[
 
 
 def lock(path: Path, *, mode: int) -> LockedFile:
-    """Wait for the exclusive lock of a file that is made if need be and held for moments only."""
+    """Wait for the exclusive lock of a file that processes hold briefly; create it if missing."""
     while True:
         locked = _lock(path, False, mode, 0)
         if locked is not None:
@@ -481,44 +501,44 @@ def _lock(path: Path, shared: bool, mode: int | None, wait: int) -> LockedFile |
 
 def _open(path: Path, mode: int | None) -> int:
     if mode is None:
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     while True:
         with suppress(FileExistsError):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-            os.fchmod(descriptor, mode)  # open() has taken the umask away from it
+            os.fchmod(descriptor, mode)  # open() applies the umask
             return descriptor
-        with suppress(FileNotFoundError):  # deleted just now: make it after all
+        with suppress(FileNotFoundError):  # deleted in between: try to create it again
             return os.open(path, os.O_RDWR)
-        if path.is_symlink():  # to a file that is still to be made
+        if path.is_symlink():  # to a missing file
             return os.open(path, os.O_RDWR | os.O_CREAT, mode)
 
 
 class Journal:
-    """What is on the disk of an unfinished folder.
+    """Journal of an unfinished folder: the parts that are on the disk.
 
     Attributes:
-        done: its parts by name, each with what was noted of it.
+        done: finished parts by name, each with its recorded value.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
-        """Read a journal, or begin it anew where it is of something else."""
+        """Read a journal; start a new one if it belongs to another identity."""
         self._path = path
         content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]  # a line may have been torn
+        complete = content[: content.rfind(b"\n") + 1]  # the last line may be incomplete
         self.done: dict[str, Any] = {}
         try:
-            first, *lines = [json.loads(line) for line in whole.splitlines()] or [None]
+            first, *lines = [json.loads(line) for line in complete.splitlines()] or [None]
             for line in lines:
                 self.done |= line
         except (ValueError, TypeError):
             first = None
         self.resumes = first == {"identity": identity}
         if not self.resumes:
-            self.done, whole = {}, json.dumps({"identity": identity}).encode() + b"\n"
-        path.write_bytes(whole)
+            self.done, complete = {}, json.dumps({"identity": identity}).encode() + b"\n"
+        path.write_bytes(complete)
 
     def add(self, parts: Mapping[str, Any]) -> None:
-        """Note parts that are on the disk."""
+        """Record parts that are on the disk."""
         with self._path.open("ab") as file:
             file.write(json.dumps(parts).encode() + b"\n")
             file.flush()
@@ -530,15 +550,15 @@ class Journal:
 def resumable_folder(
     output: Path, identity: str, *, note: Callable[[str], None]
 ) -> Iterator[tuple[Path, Journal]]:
-    """A folder beside `output` that takes its name at the end, and the journal of what it holds.
+    """Yield a folder that is renamed to `output` at the end, and the journal of its parts.
 
     Args:
         output: must not exist, or be empty.
-        identity: of all that is written; what was begun with another is removed.
-        note: reports that something is resumed.
+        identity: of the content; an unfinished folder with another identity is removed.
+        note: called with a message if an unfinished folder is resumed.
 
     Raises:
-        UserError: the output holds something, or another process is writing it.
+        UserError: the output is not empty, or another process is writing it.
     """
     refuse_used(output)
     output = place_of(output)
@@ -547,7 +567,7 @@ def resumable_folder(
         if folder.exists() and not path.is_file():
             raise UserError(f"output: {folder} is in the way; remove it, or write another output")
         locked = try_lock(path, mode=0o644)
-    except OSError as error:  # its name is too long, or its folder of a kind that takes no files
+    except OSError as error:  # for example, the name is too long
         raise UserError(f"output: {output}: {error.strerror}; write another") from error
     if locked is None:
         raise UserError(f"output: another process is writing {output}; wait for it")
@@ -575,10 +595,10 @@ def resumable_folder(
 
 
 def place_of(output: Path) -> Path:
-    """A folder to write, without links, once the folder around it is there.
+    """Resolve the path of a folder to write, and create its parent.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: the parent cannot be written.
     """
     place = output.resolve()  # "." has no name
     try:
@@ -591,10 +611,10 @@ def place_of(output: Path) -> Path:
 
 
 def refuse_used(output: Path) -> None:
-    """Raise a UserError where something is at `output` that is not an empty folder.
+    """Raise a UserError if `output` exists and is not an empty folder.
 
-    It says what is there: outputs take their name once they are whole, so the same command as
-    before is told that its work is done. A journal of that is removed.
+    Outputs get their name when they are complete. The message names the kind of the output, so a
+    repeated command reports that its work is done. Its journal is removed.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -610,13 +630,13 @@ def refuse_used(output: Path) -> None:
 
 
 def _unfinished(output: Path) -> tuple[Path, Path]:
-    """The folder that takes the output's name in the end, and its journal."""
+    """Return the unfinished folder of an output, and its journal."""
     folder = output.parent / f"{output.name}.unfinished"  # "/" has no name to replace
     return folder, folder.with_name(f"{folder.name}.journal")
 
 
 def _what_is(output: Path) -> str:
-    """Which kind of output a folder is; empty: none that is known."""
+    """Return the kind of output in a folder; empty: unknown."""
     if any(output.glob("checkpoints/*/COMMIT")):
         return "a run with a complete checkpoint"
     if (output / "adapter_config.json").is_file():

@@ -1,7 +1,8 @@
-"""This machine's own addresses, and requests that name one of them.
+"""Loopback addresses, and HTTP requests for them.
 
-A server without a key that listens at such an address answers to nothing else: a page in a browser
-can have its own name point at 127.0.0.1 (DNS rebinding), and then sends that name as Host.
+A server without an API key at a loopback address only answers requests whose Host header names a
+loopback address. This protects against DNS rebinding, where a web page resolves its own host name
+to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[0-9a-z.-]+)(:[0-9]{1,5})?", re.ASCII | re
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is localhost, or an address of this machine alone."""
+    """Return whether a host is localhost or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -24,6 +25,6 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(header: str) -> bool:
-    """Whether a Host header, as it was sent, names this machine; one that is malformed does not."""
+    """Return whether a Host header names a loopback address; false for a malformed header."""
     match = _HOST.fullmatch(header)
     return match is not None and is_loopback(match[1].strip("[]").lower())

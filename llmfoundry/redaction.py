@@ -1,11 +1,10 @@
-"""Secrets that must not be shown or saved: passwords, keys, signed addresses.
+"""Mask secrets in printed and saved text: passwords, keys, signed URLs.
 
-Whatever is printed or written and may hold a part of a recipe goes through `public` (a text) or
-`public_values` (a recipe's values). The idea: a secret is known by its place. In a recipe these are
-the values of `storage_options` and the address of a `webhook`, and in any text the password, the
-signature or the token of an address. Values found at such places (`hide`) are masked wherever else
-they turn up, in the message of another library too. An interpolation such as `${oc.env:NAME}` is
-not a secret, and stays.
+Text that may contain parts of a recipe is passed through `public`, and values of a recipe through
+`public_values`. A secret is recognized by its location: the values of `storage_options`, the URL of
+a `webhook`, and the password, signature or token in any URL. `hide` collects the values at these
+locations, and they are then masked in all texts, including messages of other libraries. An
+interpolation such as `${oc.env:NAME}` is not a secret and is kept.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 OPTIONS = "storage_options"
-_WHOLE = ("webhook",)  # keys whose address has its secret in the path
-# What stands below storage_options and is not a secret: these names, and these values (ways to log
-# in at Google's).
+_WHOLE = ("webhook",)  # keys whose complete URL is a secret
+# names and values (Google's login methods) in storage_options that are not secrets
 _OPEN_NAMES = re.compile(
     r"account_name|addressing_style|anon|endpoint(_url)?|mode|namespace|profile|project|timeout"
     r"|region(_name)?|requester_pays|signature_version|use_ssl|verify|version_aware"
     r"|(default_)?(block_size|cache_type)|(connect|read)_timeout|max_\w+"
 )
 _OPEN_VALUES = ("", "anon", "browser", "cache", "cloud", "google_default")
-_SHORTEST = 8  # characters of a secret that is looked for where no key names it
+_SHORTEST = 8  # minimum characters of a secret that is masked in all texts
 
-# What names a secret without holding it: ${oc.env:NAME}, ${another.key}.
+# references to a secret that do not contain it: ${oc.env:NAME}, ${another.key}
 _REFERENCE = r"\$\{(?:oc\.env:\w+(?:,\s*null)?|oc\.decode:\$\{oc\.env:\w+\}|[A-Za-z_][\w.\[\]]*)\}"
 _IS_REFERENCE = re.compile(rf"(?:{_REFERENCE})+")
 _DEFAULT = re.compile(r"(\$\{oc\.env:\w+),(?!\s*null\}).*\}", re.DOTALL)
@@ -44,10 +42,13 @@ _NAMES = (
 
 
 def _places(end: str) -> list[re.Pattern[str]]:
-    """What stands before a secret in an address, and the secret; `end`: what ends one in a query.
+    """Return patterns of secrets in URLs: group 1 precedes the secret, group 2 is the secret.
 
-    A user's name alone is a token to the web, and a container to az:// and oci://. Passwords of
-    databases may have a slash (SQLAlchemy's rule).
+    A user name without a password is a token in http URLs, but a container in az:// and oci://.
+    Passwords of databases may contain a slash (SQLAlchemy's rule).
+
+    Args:
+        end: characters that end a secret in a query string.
     """
     user = r"(?:\$\{[^{}\s]*\}|(?!\$\{)[^/@:\s])*"
     database = r"(?:postgres\w*|mysql|mariadb|mssql|oracle)(?:\+\w+)?"
@@ -60,7 +61,7 @@ def _places(end: str) -> list[re.Pattern[str]]:
 
 
 _IN_TEXT = _places(r"&\s#\"'<>,;)\]}\\|")
-_IN_VALUE = _places(r"&\s#")  # an address and nothing else
+_IN_VALUE = _places(r"&\s#")  # for a value that is a URL
 _SECRET_VARIABLE = re.compile(rf"\$\{{oc\.env:(\w*{_NAMES})\b", re.IGNORECASE)
 _IN_CODE = [
     re.compile(
@@ -70,25 +71,25 @@ _IN_CODE = [
     re.compile(r"\b((?:hf_|sk-|gh[po]_|glpat-|xox[bp]-|dapi|AKIA))([\w-]{16,})"),
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)([^-]+)"),
 ]
-"""What a line of code or of settings may set a secret to, and what is one by its first letters."""
+"""Patterns of secrets in code and settings: assignments to such names, and known token prefixes."""
 _known: list[str] = []
-"""Longer ones first."""
+"""Collected secrets, longest first."""
 
 
 def public(text: str) -> str:
-    """`text` with every secret in it replaced by `***`."""
+    """Return `text` with every secret replaced by `***`."""
     for secret in _known:
         text = text.replace(secret, MASK)
     return _masked(text, _IN_TEXT)
 
 
 def public_code(text: str) -> str:
-    """As `public`, for code and settings, where a secret may stand as `api_key = "..."`."""
+    """Mask secrets in code and settings, including assignments such as `api_key = "..."`."""
     return _masked(public(text), _IN_CODE)
 
 
 def public_texts(values: Any) -> Any:
-    """Plain values with `public` done to every text in them."""
+    """Apply `public` to all strings in nested values."""
     if isinstance(values, Mapping):
         return {key: public_texts(item) for key, item in values.items()}
     if isinstance(values, list | tuple):
@@ -97,65 +98,67 @@ def public_texts(values: Any) -> Any:
 
 
 def public_values(values: Any) -> Any:
-    """A recipe's plain values, interpolations as written, as they may be shown and saved."""
+    """Mask the secrets among a recipe's plain values; interpolations are kept as written."""
     return _public(values, name="", inside=False)
 
 
 def masked_keys(values: Any) -> Iterator[str]:
-    """The dotted key of every value in which `public_values` once replaced a secret."""
+    """Yield the dotted key of each value in which `public_values` has masked a secret."""
     for key, value, is_secret in _leaves(values):
-        places = [] if is_secret or not isinstance(value, str) else _IN_VALUE
-        if (is_secret and value == MASK) or any(
-            found[2] == MASK for place in places for found in place.finditer(value)
-        ):
-            yield key
+        if is_secret:
+            if value == MASK:
+                yield key
+        elif isinstance(value, str):
+            matches = [match for pattern in _IN_VALUE for match in pattern.finditer(value)]
+            if any(match[2] == MASK for match in matches):
+                yield key
 
 
 def hide(values: Any) -> None:
-    """Mask the secrets among a recipe's values in every text from now on."""
+    """Collect the secrets among a recipe's values, to mask them in all texts from now on."""
     for _, value, is_secret in _leaves(values):
         if isinstance(value, bool) or value is None:
             continue
         text = str(value)
         _add(text if is_secret else "")
-        for place in _IN_VALUE:
-            for found in place.finditer(text):
-                _add(found[2])
-        for found in _SECRET_VARIABLE.finditer(text):
-            _add(os.environ.get(found[1], ""))
+        for pattern in _IN_VALUE:
+            for match in pattern.finditer(text):
+                _add(match[2])
+        for match in _SECRET_VARIABLE.finditer(text):
+            _add(os.environ.get(match[1], ""))
 
 
 def hide_variables(names: Iterable[str]) -> None:
-    """Mask the values of environment variables in every text from now on."""
+    """Collect the values of environment variables, to mask them in all texts from now on."""
     for name in names:
         _add(os.environ.get(name, ""))
 
 
 def hide_override(word: str) -> None:
-    """As `hide`, for a word of the command line, which nobody has read yet."""
+    """Collect the secrets in a word of the command line (`hide`)."""
     key, _, text = word.partition("=")
     hide({_secret_name(key): text} if _secret_name(key) else text)
 
 
 def public_override(word: str) -> str:
-    """A word of the command line as it may be shown."""
+    """Mask the secrets in a word of the command line."""
     key, _, _ = word.partition("=")
     return f"{key}={MASK}" if _secret_name(key) else public(word)
 
 
 def _secret_name(key: str) -> str:
-    """The part of a word's dotted key for which all of its value is a secret; empty: none."""
+    """Return the part of a dotted key that makes its complete value a secret; empty: none."""
     parts = key.lstrip("+~").split(".")
     return OPTIONS if OPTIONS in parts else parts[-1] if parts[-1] in _WHOLE else ""
 
 
 def names_a_secret(variable: str) -> bool:
-    """Whether an environment variable's name says that its value is a secret."""
+    """Return whether the name of an environment variable indicates a secret."""
     return re.search(rf"(?:^|_){_NAMES}$", variable, re.IGNORECASE) is not None
 
 
 def mask_tracebacks() -> None:
-    """From now on an error that nobody catches shows no secret either."""
+    """Mask secrets in the tracebacks of uncaught errors from now on."""
 
     def show(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
@@ -182,7 +185,7 @@ def _public(value: Any, *, name: str, inside: bool) -> Any:
 
 
 def _leaves(value: Any, key: str = "", *, name: str = "", inside: bool = False) -> Iterator[Any]:
-    """Dotted key, value, and whether all of it is a secret: for every value but sections."""
+    """Yield (dotted key, value, whether the complete value is a secret) of all leaf values."""
     inside = inside or name == OPTIONS
     if isinstance(value, Mapping):
         for part, item in value.items():
@@ -213,7 +216,7 @@ def _replaced(found: re.Match[str]) -> str:
 
 
 def _add(secret: str) -> None:
-    """Remember a secret as it is and as addresses spell it."""
+    """Add a secret to the collected ones, also in its URL-encoded and decoded forms."""
     if MASK in secret or "${" in secret:
         return
     spelled = {text for text in (secret, unquote(secret), quote(secret, safe="")) if text}

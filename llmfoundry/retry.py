@@ -1,8 +1,8 @@
-"""Calls that fail for a while, or hang: `retry` and `backoff` repeat them, `within` ends them.
+"""Retries with backoff (`retry`, `backoff`) and time limits (`within`) for calls that fail or hang.
 
-Stores, preparations, the gauntlet's endpoint and the loggers call `retry`, each with its own answer
-to an error: which of them pass, and what the user sees of the others. Whatever waits for a driver,
-a file system or a cluster's API goes through `within`, whose call has a thread of its own.
+Stores, preparations, the gauntlet's endpoint and the loggers use `retry`. Each caller decides which
+errors are transient and what to raise for the others. Calls of a driver, a file system or a
+cluster's API use `within`, which runs the call in a thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_random = random.Random()  # its own, so that seeded draws elsewhere are not shifted
+_random = random.Random()  # separate, so that seeded sampling elsewhere is not affected
 _MOST_DOUBLINGS = 60
 
 
@@ -24,13 +24,13 @@ def retry(
     again: Callable[[Exception, int], float],
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """The result of `call`, which is repeated while it raises.
+    """Call a function until it succeeds, and return its result.
 
     Args:
-        call: to repeat.
-        again: gets an error and how many came in a row; returns the seconds to wait before the
-            next attempt, or raises what the caller is to see.
-        wait: waits for so many seconds.
+        call: the function.
+        again: gets the error and the number of failures so far; returns the seconds to wait before
+            the next attempt, or raises the final error.
+        wait: sleeps for a number of seconds.
     """
     failures = 0
     while True:
@@ -49,28 +49,29 @@ def backoff(
     longest: float = 30.0,
     jitter: tuple[float, float] = (0.0, 1.0),
 ) -> float:
-    """Seconds to wait after so many failures in a row: twice as long each time.
+    """Return the seconds to wait after consecutive failures (exponential backoff with jitter).
 
     Args:
-        failures: one or more.
-        first: after the first failure, before jitter.
-        longest: ever.
-        jitter: bounds of a random factor, so that ranks which failed together do not come back
-            together.
+        failures: number of failures, at least 1.
+        first: seconds after the first failure, before jitter.
+        longest: maximum, before jitter.
+        jitter: bounds of a random factor, so that ranks that failed together do not retry together.
     """
     doubled = first * 2 ** min(failures - 1, _MOST_DOUBLINGS)
     return min(longest, doubled) * _random.uniform(*jitter)
 
 
 class DeadlineExceeded(RuntimeError):
-    """There was no answer in time."""
+    """A call did not return within its time limit."""
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises; one that is late runs until the process ends.
+    """Run a call in a thread, and return its result or raise its error.
+
+    A call that exceeds the limit keeps running in its thread until the process ends.
 
     Raises:
-        DeadlineExceeded: it took longer than `seconds`.
+        DeadlineExceeded: the call took longer than `seconds`.
     """
     answers: list[T] = []
     failures: list[Exception] = []
@@ -85,7 +86,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     working.start()
     working.join(seconds)
     if failures:
-        raise failures.pop()  # kept here it would keep all that its frames hold, such as sockets
+        raise failures.pop()  # popped, because a reference would keep its frames and sockets alive
     if not answers:
         raise DeadlineExceeded(f"no answer within {seconds:.3g} s")
     return answers[0]

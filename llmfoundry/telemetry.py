@@ -1,9 +1,9 @@
-"""Telemetry of a process: the phase it is in (heartbeats), the part of a step it is in (spans).
+"""Telemetry of a rank: its current phase (heartbeats), and the parts of a step (spans).
 
 The training loop calls `beat` when it enters a phase. A heartbeat is one write of a short line to a
-file in memory (/dev/shm), a few microseconds. `resilience/hang` and the supervisor read the files,
-whatever blocks this process. Times are CLOCK_MONOTONIC's, which is the same in all processes of a
-machine and is never set.
+file in memory (/dev/shm) and takes a few microseconds. `resilience/hang` and the supervisor read
+the files even if the rank is blocked. Times are of CLOCK_MONOTONIC, which is the same in all
+processes of a machine and is never set.
 
 The loop, the step and code that waits for other processes write `with span("forward"):`. Observers
 are notified: `SpanClock` adds up the time of each span (`train/callbacks.py` logs it), and
@@ -29,41 +29,40 @@ from typing import IO, Any, Protocol
 from llmfoundry.files import read_json
 
 PHASES = ("start", "data", "step", "update", "evaluation", "callbacks", "save", "end")
-"""In the order of a step: data is the wait for its batch, step the forward and backward pass,
-update the optimizer's, with the collectives before it."""
+"""Phases in the order of a step: data is the wait for the batch, step the forward and backward
+pass, update the optimizer's step and the collectives before it."""
 LEARNED = ("step", "update")
-"""Phases that take the same time in each step, so that their limit is learned."""
+"""Phases that take the same time in each step. Their timeout is derived from earlier steps."""
 STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""The signal at which a process writes its stacks; schedulers send USR1 and USR2 for other
-purposes."""
+"""Signal at which a process writes its stacks. Schedulers use USR1 and USR2 for other purposes."""
 BEATS = "LLMFOUNDRY_BEATS"
-"""In the environment: the folder below which processes write heartbeats for the supervisor."""
+"""Environment variable: folder for heartbeats that the supervisor reads."""
 RECORDER = "LLMFOUNDRY_RECORDER"
-"""In the environment: where this process's NCCL flight recorder writes, if it has one."""
+"""Environment variable: folder of this rank's NCCL flight recorder, if it has one."""
 FLIGHT = "flight-"
-"""Before the rank, in the name of a file of its flight recorder: its last messages, by PyTorch."""
+"""Prefix of a file of PyTorch's flight recorder; the rank follows."""
 READER = f"torchfrtrace --prefix {FLIGHT}"
-"""PyTorch's program that compares those of all processes; their folder follows."""
+"""PyTorch's command that compares the flight recorders of all ranks; their folder follows."""
 MEMORY = "/dev/shm"
-_FREE = 2**22  # bytes: 16 ranks' heartbeats and stacks
-_SIZE = 512  # bytes of a line, padded: a write never leaves the end of a longer one
-_NAME = 60  # characters of a callback's name
-_WARM = 3  # steps that compile, tune and connect
+_FREE = 2**22  # bytes: heartbeats and stacks of 16 ranks
+_SIZE = 512  # bytes of a padded line, so that a shorter line overwrites a longer one
+_NAME = 60  # maximum characters of a callback's name
+_WARM = 3  # first steps, which compile, tune and connect
 _WINDOW = 100  # steps, the longest of which is reported
 
 
 def memory_folder() -> str | None:
-    """A folder in memory; None: there is none, or it is not writable or full."""
+    """Return a folder in memory; None: there is none, or it is not writable or full."""
     if not os.access(MEMORY, os.W_OK):
         return None
     return MEMORY if shutil.disk_usage(MEMORY).free >= _FREE else None
 
 
 class Heartbeat:
-    """The heartbeat of this process."""
+    """Heartbeat of this process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Start in the phase `start`; from now on the signal `STACKS` writes the stacks."""
+        """Start in the phase `start`, and write the stacks at the signal `STACKS`."""
         self._rank = rank
         self._path = beat_path(folder, rank)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -76,7 +75,7 @@ class Heartbeat:
         self.beat("start", 0)
 
     def beat(self, phase: str, step: int, saved: int | None = None) -> None:
-        """Enter a phase of a step; arguments as of the function `beat`."""
+        """Enter a phase of a step; arguments as in the function `beat`."""
         now = time.monotonic()
         self._saved = self._saved if saved is None else saved
         self._first = step if self._first is None and phase == "step" else self._first
@@ -87,7 +86,7 @@ class Heartbeat:
         self._write(now, "")
 
     def enter(self, callback: str) -> None:
-        """Enter a callback, or (empty) return from it, within the phase."""
+        """Enter a callback within the phase, or return from it (empty name)."""
         self._write(time.monotonic(), callback.encode("ascii", "replace").decode()[:_NAME])
 
     def _write(self, since: float, callback: str) -> None:
@@ -100,25 +99,25 @@ class Heartbeat:
         os.pwrite(self._file, json.dumps(beat).encode().ljust(_SIZE - 1) + b"\n", 0)
 
     def close(self) -> None:
-        """Remove the heartbeat: nobody has to wait for this process."""
+        """Remove the heartbeat, so that a monitor does not wait for this process."""
         faulthandler.unregister(STACKS)
         self._stacks.close()
         os.close(self._file)
         self._path.unlink(missing_ok=True)
 
 
-_own: Heartbeat | None = None  # a process has one, as it has one log
+_own: Heartbeat | None = None  # the heartbeat of this process
 
 
 def start_heartbeat(folder: Path, rank: int) -> None:
-    """From now on `beat` writes to a folder."""
+    """Let `beat` write to a folder from now on."""
     global _own
     stop_heartbeat()
     _own = Heartbeat(folder, rank)
 
 
 def stop_heartbeat() -> None:
-    """From now on `beat` does nothing."""
+    """Let `beat` do nothing from now on."""
     global _own
     if _own is not None:
         _own.close()
@@ -131,7 +130,7 @@ def beat(phase: str, step: int, saved: int | None = None) -> None:
     Args:
         phase: one of PHASES.
         step: the current step (from 1).
-        saved: the batch of the run's newest checkpoint; -1: none, or not known; None: as before.
+        saved: batch of the run's newest checkpoint; -1: none, or not known; None: no change.
     """
     if _own is not None:
         _own.beat(phase, step, saved)
@@ -139,7 +138,7 @@ def beat(phase: str, step: int, saved: int | None = None) -> None:
 
 @contextmanager
 def in_callback(name: str) -> Iterator[None]:
-    """Record the callback that this process calls, which a monitor names if it does not return."""
+    """Record a callback during the block, so that a monitor can report one that hangs."""
     if _own is not None:
         _own.enter(name)
     yield
@@ -148,28 +147,28 @@ def in_callback(name: str) -> Iterator[None]:
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """The file of a rank's heartbeat."""
+    """Return the file of a rank's heartbeat."""
     return folder / f"rank-{rank}.beat"
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """The file to which a rank writes its stacks."""
+    """Return the file to which a rank writes its stacks."""
     return folder / f"rank-{rank}.stacks"
 
 
 def read_heartbeats(folder: Path) -> list[dict[str, Any]]:
-    """The newest heartbeat of every rank of this machine, by rank."""
-    found = []
+    """Return the newest heartbeat of each rank of this machine, sorted by rank."""
+    beats = []
     for path in folder.glob("rank-*.beat"):
         with suppress(OSError, ValueError):
             beat = read_json(path)
             if _is_beat(beat):
-                found.append(beat)
-    return sorted(found, key=lambda beat: int(beat["rank"]))
+                beats.append(beat)
+    return sorted(beats, key=lambda beat: int(beat["rank"]))
 
 
 def _is_beat(found: Any) -> bool:
-    """Whether it is what a `Heartbeat` writes: everybody may write to /dev/shm."""
+    """Return whether a value is a valid heartbeat, because any user can write to /dev/shm."""
     kinds: dict[str, Any] = {"rank": int, "pid": int, "step": int, "longest": dict}
     kinds["since"] = (int, float)
     if not isinstance(found, dict) or found.get("phase") not in PHASES:
@@ -178,29 +177,29 @@ def _is_beat(found: Any) -> bool:
 
 
 SPANS = ("data", "forward", "backward", "messages", "optimizer", "logging")
-"""Of a step, in their order. messages: this process waits for what others send, or packs what it
-sends; within another span they do not count as that one's."""
+"""Spans of a step, in order. messages: communication, and packing for it; its time within another
+span does not count for that span."""
 PAUSES = ("evaluation", "saving", "pause")
-"""Between steps; pause: samples are written, and traces."""
+"""Spans between steps; pause: samples or traces are written."""
 OTHER = "other"
-"""What is in no span: callbacks, and the host's own work."""
+"""Time outside of spans: callbacks and other work of the host."""
 
 
 class SpanObserver(Protocol):
-    """Who is notified of spans; spans nest, and are entered and left by one thread at a time."""
+    """Observer of spans. Spans nest, and are entered and left by one thread at a time."""
 
     def enter(self, name: str) -> None:
         """A span begins."""
 
     def leave(self) -> None:
-        """The span that began last ends."""
+        """The innermost span ends."""
 
 
-_observers: tuple[SpanObserver, ...] = ()  # of this process
+_observers: tuple[SpanObserver, ...] = ()
 
 
 class span:
-    """A context that is the span `name`, one of SPANS or PAUSES."""
+    """Context of a span; `name` is one of SPANS or PAUSES."""
 
     __slots__ = ("_name", "_notified")
 
@@ -208,7 +207,7 @@ class span:
         self._name = name
 
     def __enter__(self) -> None:
-        self._notified = _observers  # they may change within
+        self._notified = _observers  # observers may change during the span
         for observer in self._notified:
             observer.enter(self._name)
 
@@ -229,41 +228,41 @@ def observe_spans(observer: SpanObserver) -> None:
 
 
 def stop_observing(observer: SpanObserver) -> None:
-    """Notify it of no further span, only of the ends of those that it knows."""
+    """Notify `observer` of no further spans, only of the ends of open ones."""
     global _observers
     _observers = tuple(other for other in _observers if other is not observer)
 
 
 class TimedEvent(Protocol):
-    """What a clock needs of torch.Event(device, enable_timing=True)."""
+    """The part of torch.Event(device, enable_timing=True) that a clock uses."""
 
     def record(self) -> None:
-        """Be done when the stream comes to here."""
+        """Record the event in the current stream."""
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Return whether the stream has reached the event."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds until a later one that is done."""
+        """Return the milliseconds until a later event that the stream has reached."""
 
 
 class SpanClock:
-    """Adds up the time of each span, from one cut to the next.
+    """Clock that sums the time of each span, from one cut to the next.
 
-    A mark is set wherever a span begins or ends. The time between two marks belongs to the
-    innermost span, so the parts add up to the whole. On a CPU, marks are wall-clock times. On a
-    GPU, they are CUDA events of the computing stream, which are read later, so the host never
-    waits: a span then lasts as long as the stream computes what was launched in it, or is idle.
+    A mark is set where a span begins or ends. The time between two marks belongs to the innermost
+    span, so the spans add up to the total time. On a CPU, marks are wall-clock times. On a GPU they
+    are CUDA events of the compute stream, which are read later, so the host never waits. A span
+    then includes the time in which the stream computes its work or is idle.
     """
 
     def __init__(self, new_event: Callable[[], TimedEvent] | None = None) -> None:
-        """Begin to count, in no span; `new_event` makes events of a device, None: wall clock."""
+        """Start the clock; `new_event` creates events of a device, None: wall clock."""
         self._new_event = new_event
-        self._spare: list[TimedEvent] = []  # those that were read
+        self._spare: list[TimedEvent] = []  # events that can be reused
         self._open = [OTHER]
-        self._marks: deque[tuple[str, Any, bool]] = deque()  # what ended where; whether it is a cut
+        self._marks: deque[tuple[str, Any, bool]] = deque()  # (span that ended, time, is a cut)
         self._seconds: dict[str, float] = {}
-        self._ended: deque[dict[str, float]] = deque()  # between cuts, not yet taken
+        self._ended: deque[dict[str, float]] = deque()  # sums between cuts that were not taken
         self._last = self._now()
 
     def enter(self, name: str) -> None:
@@ -272,27 +271,30 @@ class SpanClock:
         self._open.append(name)
 
     def leave(self) -> None:
-        """The span that began last ends."""
+        """The innermost span ends."""
         self._mark()
         self._open.pop()
 
     def turn(self, name: str) -> None:
-        """The rest of the span that is under way is another's."""
+        """Count the rest of the current span as the span `name`."""
         self._mark()
         self._open[-1] = name
 
     def cut(self) -> None:
-        """End what `take` returns in one piece."""
+        """End the interval that one call of `take` returns."""
         self._mark(is_cut=True)
 
     def take(self) -> dict[str, float]:
-        """Seconds of each span from one cut to the next; the device has computed up to there."""
+        """Return the seconds of each span in the oldest interval.
+
+        The device must have completed the interval.
+        """
         while not self._ended:
             self._read()
         return self._ended.popleft()
 
     def read_done(self) -> None:
-        """Read the marks that the device has come to: their events are used again."""
+        """Read the marks that the device has reached, so that their events can be reused."""
         while self._marks and (self._new_event is None or self._marks[0][1].query()):
             self._read()
 

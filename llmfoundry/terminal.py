@@ -1,11 +1,11 @@
-"""Where a command's words go: a terminal, a log file, or a pipe whose reader may leave.
+"""Output of commands to a terminal, a log file or a pipe; progress bars and tables.
 
-`cli/script.py` calls `outlast_readers` first of all, a training run and its supervisor
-`outlast_full_disks`; `progress` is the one bar of the project, `columns` its one table. The idea:
-only a terminal gets what moves. A log file gets lines, and a pipe that nobody reads any more
-(`| head`) gets nothing, without an error: the command runs to its end. So it does where standard
-error is a log on a full disk; standard output may be what a command is for, and only a run of days
-loses lines of it.
+`cli/script.py` calls `outlast_readers` first; a training run and its supervisor also call
+`outlast_full_disks`. `progress` is the project's progress bar and `columns` its table. Only a
+terminal gets moving bars, and a log file gets lines. If the reader of a pipe has ended (`| head`),
+or if standard error is a log on a full disk, the output is dropped and the command continues.
+Standard output to a full disk is an error, because it may be the result of the command. Only
+training runs drop it.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-TENTHS = 10  # lines of a log file for what a terminal shows as a bar
+TENTHS = 10  # lines in a log file in place of a progress bar
 
 
 def outlast_readers() -> None:
-    """Let standard output and error lose their readers without harm; files stay as they are.
+    """Drop standard output and error when their reader has ended, without an error.
 
-    Those that are closed become /dev/null: the next file that is opened would take their numbers,
-    and whatever a library prints would land in it.
+    Closed streams are opened to /dev/null. Otherwise the next opened file would get their
+    descriptor, and output of libraries would be written into it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets this descriptor
     _outlast("stdout", may_be_full=False)
     _outlast("stderr", may_be_full=True)
 
 
 def outlast_full_disks() -> None:
-    """Lose lines of standard output, rather than fail, where it is a log that cannot be written."""
+    """Drop lines of standard output if its log file cannot be written, instead of failing."""
     _outlast("stdout", may_be_full=True)
 
 
 def _outlast(name: str, *, may_be_full: bool) -> None:
+    """Replace a standard stream by one that drops output which cannot be written."""
     stream = getattr(sys, name)
     if stream is None or stream is not getattr(sys, f"__{name}__"):
         return
     if not (_may_go(stream) or (may_be_full and _is_log(stream))):
         return
-    with suppress(OSError):  # what cannot be written cannot be kept either
+    with suppress(OSError):  # output that cannot be written is lost
         stream.flush()
     lasting = io.TextIOWrapper(
         io.BufferedWriter(_Lasting(stream.fileno(), "wb", closefd=False)),
@@ -67,7 +68,7 @@ def _outlast(name: str, *, may_be_full: bool) -> None:
 
 
 def _is_log(stream: TextIO) -> bool:
-    """Whether it has a file, or a device, behind it."""
+    """Return whether a stream has a file descriptor."""
     try:
         os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -76,7 +77,7 @@ def _is_log(stream: TextIO) -> bool:
 
 
 def _may_go(stream: TextIO) -> bool:
-    """Whether it is a pipe or a terminal, whose other end others may close."""
+    """Return whether a stream is a pipe, socket or terminal, whose other end may be closed."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
@@ -84,15 +85,15 @@ def _may_go(stream: TextIO) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty()
 
 
-_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there may be some later
+_CLOSED = (errno.EPIPE, errno.EIO)  # errors of a closed pipe, of a closed terminal
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
 
 class _Lasting(io.FileIO):
-    """A pipe or terminal that becomes /dev/null once its other end is closed; or a full log."""
+    """File that drops data on a full disk, and becomes /dev/null once its other end is closed."""
 
     def write(self, data: Any) -> int:
-        """All of `data`, as far as anybody knows."""
+        """Write or drop `data`, and return its size in either case."""
         try:
             return super().write(data)
         except OSError as error:
@@ -107,26 +108,26 @@ class _Lasting(io.FileIO):
 
 
 def shown_on(stream: TextIO, text: str) -> str:
-    r"""Untrusted text (a model's) as a stream may get it: a terminal obeys no character of it.
+    r"""Return untrusted text, such as a model's output, in a form that is safe for a stream.
 
-    On a terminal control characters but line ends and tabs become escapes, such as `\x1b`; files
-    and pipes get the text as it is.
+    On a terminal, control characters other than newlines and tabs are replaced by escapes such as
+    `\x1b`. Files and pipes get the text unchanged.
     """
     if not stream.isatty():
         return text
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def is_watched() -> bool:
-    """Whether a person looks on: standard error, on which bars are drawn, is a terminal."""
+    """Return whether standard error, where progress bars are drawn, is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 def quiet_libraries() -> None:
-    """Ask libraries for no bars where nobody looks on, and torchao for errors alone.
+    """Disable progress bars of libraries without a terminal, and warnings of torchao.
 
-    transformers imports torchao wherever it is installed, which then warns in four lines of kernels
-    that it cannot load on a CPU and of its own use of torch. Called before they are imported.
+    transformers imports torchao if it is installed, which then prints four lines of warnings about
+    missing kernels and its use of torch. Call this before the imports.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -136,10 +137,9 @@ def quiet_libraries() -> None:
 
 
 def show_loading() -> None:
-    """Say at once that PyTorch is being imported, which takes seconds.
+    """Print on a terminal that PyTorch is being imported, which takes seconds.
 
-    On a terminal alone, where a person waits: a log file's reader does not, and whoever reads
-    standard error as data is not disturbed. Processes of torchrun come after one that has shown it.
+    Nothing is printed to files and pipes, or by ranks of torchrun.
     """
     if is_watched() and "RANK" not in os.environ:
         print("loading PyTorch ...", file=sys.stderr, flush=True)
@@ -148,20 +148,20 @@ def show_loading() -> None:
 def progress(
     total: int, what: str, unit: str, *, done: int = 0, scaled: bool = False, shown: bool = True
 ) -> tqdm[Any]:
-    """A bar on standard error: on a terminal it moves, in a log file it is a line each tenth.
+    """Return a progress bar on standard error; in a log file, a line for each tenth.
 
     Args:
-        total: how many there are.
-        what: is being done.
-        unit: of what is counted.
-        done: of them before.
-        scaled: write 1.2M for 1,200,000.
-        shown: false: not at all.
+        total: number of items.
+        what: description.
+        unit: of the items.
+        done: items that were done before.
+        scaled: print 1.2M for 1,200,000.
+        shown: whether to print the bar.
     """
     from tqdm import tqdm
 
     class Lines(tqdm):
-        """A bar whose every showing is a line of its own."""
+        """Progress bar that prints a line for each update."""
 
         last_tenth = -1
 
@@ -173,7 +173,7 @@ def progress(
                 self.fp.flush()
 
         def clear(self, nolock: bool = False) -> None:
-            """There is nothing to wipe."""
+            """Do nothing, because there is no bar to erase."""
 
         def close(self) -> None:
             if not self.disable:
@@ -199,17 +199,18 @@ def progress(
 def columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
 ) -> list[str]:
-    """The lines of a table, each column as wide as it must be.
+    """Return the lines of a table with aligned columns.
 
     Args:
         head: names of the columns.
-        rows: their texts.
-        left: columns whose texts begin at one place; those of the others, numbers, end at one.
+        rows: cells of each row.
+        left: indices of left-aligned columns; the others, with numbers, are right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = []
     for row in (head, *rows):
-        places = enumerate(zip(row, widths, strict=True))
-        cells = (f"{c:<{width}}" if n in left else f"{c:>{width}}" for n, (c, width) in places)
+        cells = []
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(f"{cell:<{width}}" if index in left else f"{cell:>{width}}")
         lines.append("  ".join(cells).rstrip())
     return lines
