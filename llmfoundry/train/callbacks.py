@@ -1,7 +1,7 @@
-"""Small observers of the training loop: speed, time of each span, memory, norms, samples and more.
+"""Callbacks of the training loop: speed, step times, memory, norms, samples, early stopping.
 
-`builders/callbacks.py` makes those that the recipe names. Every process has the same callbacks, and
-calls each hook at the same batch, in the order of `Trainer.callbacks`.
+`builders/callbacks.py` creates the callbacks that the recipe names. Every rank has the same
+callbacks, and calls each hook at the same batch in the order of `Trainer.callbacks`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ GIB = 2**30
 
 
 class SpeedMonitor(Callback):
-    """Throughput over the last logged steps, evaluation and saving left out, and MFU.
+    """Throughput over the last logged steps without evaluation and saving, and MFU.
 
-    FLOPs are the model's, by the convention of PaLM and LLM Foundry (models/counts.py): two for a
-    multiply-add, the backward pass as two forward passes, attention over the full row (causality
-    not discounted), embedding look-ups and recomputation (activation checkpointing) not counted.
-    Model FLOPs utilization is their rate over the device's dense bf16 peak, where that is known.
+    FLOPs are counted by the convention of PaLM and LLM Foundry (models/counts.py): two per
+    multiply-add, the backward pass as two forward passes, attention over the full sequence (not
+    halved for causality), without embedding lookups and recomputation. Model FLOPs utilization is
+    their rate divided by the device's dense bf16 peak, if that is known.
     """
 
     may_lag = True
@@ -49,12 +49,12 @@ class SpeedMonitor(Callback):
         self._points: deque[tuple[int, float]] = deque(maxlen=window + 1)
 
     def on_return(self, trainer: Trainer) -> None:
-        """Measure anew."""
+        """Restart the measurement."""
         self._points.clear()
         self._points.append((trainer.batch, trainer.train_seconds))
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Add throughput/*, and seconds so far of steps, time/train, and evaluations, time/val."""
+        """Add throughput/* and the total seconds of steps and evaluations: time/train, time/val."""
         if not self._points:
             self._points.append((trainer.first_batch, 0.0))
         self._points.append((trainer.logged_batch, trainer.train_seconds))
@@ -73,38 +73,38 @@ class SpeedMonitor(Callback):
         metrics["time/val"] = trainer.eval_seconds
 
 
-REPORTED = (*SPANS, OTHER)  # time/val and time/checkpoint_blocking report pauses
+REPORTED = (*SPANS, OTHER)  # pauses are in time/val and time/checkpoint_blocking
 PREFIX = "time/step/"
 
 
 class StepTimes(Callback):
-    """time/step/*: seconds of a step by span (`SpanClock`), the mean since the last log.
+    """time/step/*: mean seconds of a step by span (`SpanClock`) since the last log.
 
-    `messages` is the time that the stream, or a CPU, waits for other processes, packs and unpacks
-    for them: in FSDP's hooks, at the end of DDP's backward pass, in expert and context parallelism,
-    and where losses, norms and signals are agreed upon. Communication that overlaps with
-    computation is not counted. Tensor parallelism communicates inside of DTensor's operators, and
-    compiled blocks inside of their graphs: both count as the forward and backward pass.
+    `messages` is the time in which the stream (on a CPU, the host) waits for other ranks or packs
+    data for them: in FSDP's hooks, at the end of DDP's backward pass, in expert and context
+    parallelism, and in the reductions of losses, norms and signals. Communication that overlaps
+    with computation is not counted. Tensor parallelism communicates inside DTensor operators, and
+    compiled blocks inside their graphs. Both count as forward and backward pass.
     """
 
     may_lag = True
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: that which computes."""
+        """Create the callback for the computing device."""
         is_cuda = device.type == "cuda"
         self._new_event = partial(torch.Event, device, enable_timing=True) if is_cuda else None
         self._clock: SpanClock | None = None
         self._undo: list[Callable[[], None]] = []
-        self._since = 0  # batches at the last cut
-        self._steps: deque[int] = deque()  # of the pieces that are not yet taken
+        self._since = 0  # batch of the last cut
+        self._steps: deque[int] = deque()  # steps of the intervals that were not read yet
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin to count."""
+        """Start the clock."""
         self._undo = [watch_fsdp(partial(span, "messages")), self._watch_ddp(trainer.module)]
         self.on_return(trainer)
 
     def on_return(self, trainer: Trainer) -> None:
-        """Count anew."""
+        """Start a new clock."""
         if self._clock is not None:
             stop_observing(self._clock)
         self._clock = SpanClock(self._new_event)
@@ -113,7 +113,7 @@ class StepTimes(Callback):
         self._steps.clear()
 
     def measure(self, trainer: Trainer) -> dict[str, float | Tensor]:
-        """Nothing yet: the device has still to compute what is counted up to here."""
+        """End an interval. It is read in `on_log`, when the device has completed it."""
         assert self._clock is not None
         self._clock.cut()
         self._steps.append(trainer.batch - self._since)
@@ -127,12 +127,12 @@ class StepTimes(Callback):
         metrics |= {f"{PREFIX}{name}": seconds.get(name, 0.0) / steps for name in REPORTED}
 
     def on_step(self, trainer: Trainer) -> None:
-        """Read what is there."""
+        """Read the marks that the device has reached."""
         assert self._clock is not None
         self._clock.read_done()
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop the clock."""
         if self._clock is not None:
             stop_observing(self._clock)
         for undo in self._undo:
@@ -140,9 +140,13 @@ class StepTimes(Callback):
         self._clock, self._undo = None, []
 
     def _watch_ddp(self, module: nn.Module) -> Callable[[], None]:
-        """The backward pass of replicas ends with the first parameter's gradient.
+        """Count the rest of DDP's backward pass after the first parameter's gradient as messages.
 
-        What is left of it is the wait for gradients that are still being added up.
+        The first parameter's gradient is the last to be computed. After it, the backward pass only
+        waits for the all-reduce of gradients.
+
+        Returns:
+            A function that removes the hook.
         """
         if not isinstance(module, DistributedDataParallel):
             return lambda: None
@@ -156,17 +160,17 @@ class StepTimes(Callback):
 
 
 class LRMonitor(Callback):
-    """The learning rate of every parameter group, under the optimizer's name in Composer."""
+    """Learning rate of each parameter group, with the optimizer's name in Composer."""
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """lr-<class>/group<i>."""
-        chosen = trainer.recipe.optimizer.name
-        name = OPTIMIZERS[chosen].title or chosen
+        """Return lr-<class>/group<i>."""
+        recipe_name = trainer.recipe.optimizer.name
+        name = OPTIMIZERS[recipe_name].title or recipe_name
         groups = enumerate(trainer.optimizer.param_groups)
         return {f"lr-{name}/group{index}": group["lr"] for index, group in groups}
 
 
-CUDA_MEMORY = {  # Composer's names of PyTorch's statistics
+CUDA_MEMORY = {  # Composer's names for PyTorch's statistics
     "current_allocated_mem": "allocated_bytes.all.current",
     "peak_allocated_mem": "allocated_bytes.all.peak",
     "current_reserved_mem": "reserved_bytes.all.current",
@@ -175,30 +179,30 @@ CUDA_MEMORY = {  # Composer's names of PyTorch's statistics
 
 
 class MemoryMonitor(Callback):
-    """Memory in GiB: a GPU's, of process 0; on a CPU the peak of the process's resident set.
+    """Memory in GiB: of rank 0's GPU; on a CPU, the peak resident set of the process.
 
-    Reserved is what the allocator holds, allocated what tensors use of it; a retry is an
-    allocation that had to give cached blocks back first, which waits for the device.
+    Reserved memory is held by the allocator, allocated memory is used by tensors. A retry is an
+    allocation that had to free cached blocks first, which waits for the device.
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """memory/*."""
+        """Return memory/*."""
         device = trainer.world.device
         metrics = {"memory/peak_allocated_mem": peak_memory(device) / GIB}
         if device.type == "cuda":
-            found = torch.cuda.memory_stats(device)
+            statistics = torch.cuda.memory_stats(device)
             for name, statistic in CUDA_MEMORY.items():
-                metrics[f"memory/{name}"] = found.get(statistic, 0) / GIB
-            metrics["memory/alloc_retries"] = found.get("num_alloc_retries", 0)
+                metrics[f"memory/{name}"] = statistics.get(statistic, 0) / GIB
+            metrics["memory/alloc_retries"] = statistics.get("num_alloc_retries", 0)
         return metrics
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process so far, in bytes."""
+    """Return the peak memory of this process so far in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError), open("/proc/self/status", encoding="ascii") as lines:
-        # Linux: the resource usage below begins with that of the process that started this one.
+        # on Linux, ru_maxrss below includes the process that started this one
         for line in lines:
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
@@ -207,13 +211,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 class RuntimeEstimator(Callback):
-    """Seconds that remain: steps at their mean time, and evaluations at theirs."""
+    """Estimate of the remaining seconds from the mean times of steps and evaluations."""
 
     may_lag = True
     _since: tuple[int, float] | None = None  # batch and seconds from which steps are counted
 
     def on_return(self, trainer: Trainer) -> None:
-        """Count anew."""
+        """Restart the mean time of steps."""
         self._since = (trainer.batch, trainer.train_seconds)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -224,7 +228,7 @@ class RuntimeEstimator(Callback):
         remaining = left * seconds / max(trainer.logged_batch - first, 1)
         if trainer.evaluations:
             evaluations, interval = 1, trainer.clock.batches(trainer.recipe.eval_interval)
-            if interval > 0:  # this step's own, where it is due, is still to come
+            if interval > 0:  # includes an evaluation that is due after this step
                 evaluations += math.ceil(trainer.clock.total / interval)
                 evaluations -= math.ceil(trainer.logged_batch / interval)
             remaining += evaluations * trainer.eval_seconds / trainer.evaluations
@@ -232,16 +236,21 @@ class RuntimeEstimator(Callback):
 
 
 class GenerateSamples(Callback):
-    """Writes texts every interval, and at the end."""
+    """Generates text samples every interval and at the end."""
 
     def __init__(
         self, config: ResolvedGenerateConfig, write: Callable[[int], list[tuple[str, ...]]]
     ) -> None:
-        """Take over what writes after a batch: prompts, texts, and where known the right ones."""
+        """Create the callback.
+
+        Args:
+            config: resolved.
+            write: generates samples after a batch: prompts, texts, and expected texts if known.
+        """
         self._config, self._write = config, write
 
     def on_step(self, trainer: Trainer) -> None:
-        """Generate, if due; every process takes part, for shards' sake."""
+        """Generate samples if due. All ranks take part, because the model may be sharded."""
         if not (trainer.done or trainer.is_due(self._config.interval)):
             return
         with trainer.training_paused():
@@ -250,21 +259,22 @@ class GenerateSamples(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects at the same batch on all processes, in place of Python's own collector.
+    """Garbage collection at the same batch on all ranks, in place of Python's automatic one.
 
-    Python's comes whenever a process has made enough objects, and then all others wait for it.
-    What the first step leaves, modules and weights, stays for good and is never looked at again.
-    A program that froze what it had before it trains keeps that, and what the run added, frozen.
+    Python's collector runs whenever a rank has created enough objects, and all other ranks then
+    wait for it. Objects that exist after the first step, such as modules, are frozen: they are
+    excluded from later collections. If the program had frozen objects before training, the objects
+    remain frozen after the run.
     """
 
     def __init__(self, interval: int) -> None:
-        """Collect young objects every `interval` batches, and all where a run pauses anyway."""
+        """Collect young objects every `interval` batches, and all objects where the run pauses."""
         self._interval = interval
         self._was_on = gc.isenabled()
         self._was_frozen = gc.get_freeze_count() > 0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Switch Python's collector off."""
+        """Disable Python's automatic collection."""
         gc.disable()
 
     def on_step(self, trainer: Trainer) -> None:
@@ -279,7 +289,7 @@ class GarbageCollection(Callback):
             gc.collect(1)
 
     def close(self) -> None:
-        """Leave Python's collector as it was."""
+        """Restore Python's automatic collection."""
         if not self._was_frozen:
             gc.unfreeze()
         if self._was_on:
@@ -287,50 +297,51 @@ class GarbageCollection(Callback):
 
 
 class EarlyStopper(Callback):
-    """Looks at every logged step and evaluation; comes last among callbacks, to see all metrics."""
+    """Ends a run whose metric does not improve; the last callback, so that it sees all metrics."""
 
     def __init__(self, config: ResolvedEarlyStopperConfig) -> None:
         """`config` names a metric."""
         assert config.metric is not None, "else the recipe has no such callback"
         self._config, self._metric, self._patience = config, config.metric, config.patience
         self._best: float | None = None
-        self._since = 0  # measurements since the best
-        self._names: set[str] = set()  # of all metrics seen by this process
+        self._since = 0  # measurements since the best value
+        self._names: set[str] = set()  # names of all metrics that this rank has seen
         self._logged = self._evaluated = False
-        # what evaluations measure: no logged step ends the run
+        # for metrics of evaluations, no logged step ends the run
         self.may_lag = self._metric.startswith("metrics/") and "/train/" not in self._metric
 
     def on_start(self, trainer: Trainer) -> None:
-        """End at once a run that had ended so already."""
+        """End a resumed run that had stopped early before."""
         self._end_if_exhausted(trainer)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Look at a logged step."""
+        """Check the metrics of a logged step."""
         self._logged = True
-        self._look(trainer, metrics, evaluated=False)
+        self._check(trainer, metrics, evaluated=False)
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Look at an evaluation."""
+        """Check the metrics of an evaluation."""
         self._evaluated = True
-        self._look(trainer, metrics, evaluated=True)
+        self._check(trainer, metrics, evaluated=True)
 
     def state(self) -> dict[str, Any]:
-        """The best value so far, of which metric, and how long ago it was."""
+        """Return the metric, its best value, and the measurements since then."""
         best = {"metric": self._metric, "mode": self._config.mode, "best": self._best}
         return {"early_stopper": {**best, "since": self._since}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume; with another metric or mode the count starts over."""
+        """Restore the state; with another metric or mode, the count starts over."""
         seen = state.get("early_stopper", {})
         if (seen.get("metric"), seen.get("mode")) == (self._metric, self._config.mode):
             self._best, self._since = seen["best"], seen["since"]
 
-    def _look(self, trainer: Trainer, metrics: dict[str, float], *, evaluated: bool) -> None:
+    def _check(self, trainer: Trainer, metrics: dict[str, float], *, evaluated: bool) -> None:
+        """Compare the metric with its best value, and end the run if the patience is exhausted."""
         self._names |= metrics.keys()
         value = metrics.get(self._metric)
-        if evaluated or value is not None or not self.may_lag:  # else nobody has one
-            measured = value  # throughput, for one, is another on every process
-            value = on_rank0(trainer.world, lambda: measured)
+        if evaluated or value is not None or not self.may_lag:  # otherwise no rank has a value
+            local_value = value  # use rank 0's value, because throughput differs between ranks
+            value = on_rank0(trainer.world, lambda: local_value)
         if value is None:
             was_measured = self._best is not None or self._since > 0
             if self._logged and self._evaluated and not was_measured:
@@ -356,7 +367,7 @@ class EarlyStopper(Callback):
             )
 
     def _refuse(self, trainer: Trainer) -> None:
-        """A metric that never comes would stop nothing, in silence."""
+        """Report a metric that is never measured, and end the run unless it is complete."""
         problem = (
             f"callbacks.early_stopper.metric: {self._metric} is not among what the run has logged"
             f" and evaluated{nearest(self._metric, sorted(self._names))}"
@@ -371,38 +382,41 @@ class EarlyStopper(Callback):
         )
 
 
-MOMENTS = ("exp_avg", "momentum_buffer")  # what optimizers call the running mean of gradients
+MOMENTS = ("exp_avg", "momentum_buffer")  # names of the running mean of gradients in optimizers
 
 
 class OptimizerMonitor(Callback):
-    """Composer's l2_norm/{grad,param,moment}/<parameter>, and /global of each.
+    """Composer's l2_norm/{grad,param,moment}/<parameter>, and the /global norm of each kind.
 
-    Gradients are those before clipping; weights and moments those after the step. Composer's
-    l2_norm/update is left out: it takes a second copy of all weights, whatever the optimizer.
+    Gradients are measured before clipping, weights and optimizer state after the step. Composer's
+    l2_norm/update is left out, because it needs a second copy of all weights.
     """
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Measure the gradients, which the step is about to clip and drop."""
+        """Measure the gradients before the step clips and frees them."""
         parameters = trainer.root.model.named_parameters()
-        found = {f"grad/{name}": p.grad for name, p in parameters if p.grad is not None}
-        self._names, self._norms = list(found), l2_norms(list(found.values()))
+        gradients = {f"grad/{name}": p.grad for name, p in parameters if p.grad is not None}
+        self._names, self._norms = list(gradients), l2_norms(list(gradients.values()))
 
     def measure(self, trainer: Trainer) -> dict[str, Tensor]:
-        """l2_norm/*; the gradient's global norm is there already."""
+        """Return l2_norm/*; the global norm of gradients is measured elsewhere."""
+        # weights, and the running means of gradients in the optimizer state
         parameters = [(n, p.detach()) for n, p in trainer.root.model.named_parameters()]
         state = trainer.optimizer.state
-        moments = [
-            (name, state[p][key])
-            for name, p in trainer.root.model.named_parameters()
-            for key in MOMENTS
-            if key in state.get(p, {})
-        ]
-        found = l2_norms([tensor for _, tensor in parameters + moments])
-        kinds = {"param": found[: len(parameters)], "moment": found[len(parameters) :]}
+        moments = list[tuple[str, Tensor]]()
+        for name, parameter in trainer.root.model.named_parameters():
+            for key in MOMENTS:
+                if key in state.get(parameter, {}):
+                    moments.append((name, state[parameter][key]))
+        tensor_norms = l2_norms([tensor for _, tensor in parameters + moments])
+        kinds = {"param": tensor_norms[: len(parameters)]}
+        kinds["moment"] = tensor_norms[len(parameters) :]
+
+        # norms by name, and the global norm of each kind
         names = [f"param/{name}" for name, _ in parameters]
         names += [f"moment/{name}" for name, _ in moments]
-        values = [*self._norms.unbind(), *found.unbind()]
+        values = [*self._norms.unbind(), *tensor_norms.unbind()]
         norms = dict(zip([*self._names, *names], values, strict=True))
-        for kind, each in kinds.items():
-            norms[f"{kind}/global"] = torch.linalg.vector_norm(each.double())
+        for kind, kind_norms in kinds.items():
+            norms[f"{kind}/global"] = torch.linalg.vector_norm(kind_norms.double())
         return {f"l2_norm/{name}": value for name, value in norms.items()}

@@ -1,12 +1,11 @@
-"""What preference tuning minimizes: dpo (sigmoid, ipo, hinge), kto, orpo and simpo.
+"""Objectives of preference tuning: dpo (sigmoid, ipo, hinge), kto, orpo and simpo.
 
-`builders/preference.py` makes an objective by `build_preference`, `train_step` minimizes it, the
-evaluation measures by it. The idea: every method is a sum over pairs, or over single answers, of a
-function of log-probabilities (`AnswerMeasures`), divided by their number in the global batch. So
-nothing depends on microbatches, accumulation or processes, and two numbers for each document are
-all that an evaluation has to keep.
+Entry point: `build_preference`, used by `builders/preference.py`. `train_step` minimizes the
+objective, and the evaluation measures it. Every method is a sum over pairs, or over single answers,
+of a function of log-probabilities (`AnswerMeasures`), divided by their number in the global batch.
+The loss therefore does not depend on microbatches, accumulation or the number of ranks.
 
-"tokens" below are an answer's learned tokens, and a mean over them is the same whatever the prompt.
+"tokens" of an answer are its tokens in the loss; the prompt is not included.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from llmfoundry.recipe.preference import ResolvedPreferenceConfig
 from llmfoundry.train.objective import Finish, Look, sum_over_processes
 
 Context = Callable[[], AbstractContextManager[None]]
-ALMOST_CERTAIN = -1e-6  # largest mean log-probability that odds are taken of; beyond they overflow
+ALMOST_CERTAIN = -1e-6  # upper limit of mean log-probabilities, because their odds would overflow
 
 
 @dataclass(frozen=True)
 class AnswerMeasures:
-    """What the documents of some rows are compared by, each (B, D) but for the last.
+    """Measures of the answers in packed sequences, (B, D) with one column per document.
 
     Attributes:
         side: 1 chosen or desirable, -1 rejected or undesirable, 0 no answer.
-        log_probs: fp32, of each answer: the sum over its tokens.
-        tokens: fp32, their number.
-        reference: fp32, what the reference model gives for `log_probs`; None: there is none.
+        log_probs: sum of the log-probabilities of an answer's tokens, fp32.
+        tokens: number of an answer's tokens, fp32.
+        reference: `log_probs` of the reference model, fp32; None: no reference.
         baseline: (B,) fp32, as in `AnswerDocuments`.
     """
 
@@ -49,48 +48,48 @@ class AnswerMeasures:
 
     @property
     def ratio(self) -> Tensor:
-        """Logarithm of policy over reference."""
+        """Log-ratio of policy and reference."""
         assert self.reference is not None, "the method needs a reference"
         return self.log_probs - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """Log-probability of a token."""
+        """Mean log-probability of a token."""
         return self.log_probs / self.tokens.clamp(min=1)
 
 
 def compare(model: Decoder, hidden: Tensor, batch: Batch) -> AnswerMeasures:
-    """What the documents of a batch are compared by, given its hidden states (B, T, D)."""
+    """Return the measures of a batch's answers from its hidden states (B, T, hidden size)."""
     answers, layout = batch.answers, batch.layout
-    of_tokens = model.log_probs(hidden, batch.labels)
-    if answers is None or layout is None:  # a batch that could not be had
-        nothing = of_tokens.sum(1, keepdim=True)
-        return AnswerMeasures(
-            torch.zeros_like(nothing).long(), nothing, nothing, nothing, nothing[:, 0]
-        )
+    token_log_probs = model.log_probs(hidden, batch.labels)  # (B, T)
+    if answers is None or layout is None:  # the empty batch of a rank that could not read its own
+        zeros = token_log_probs.sum(1, keepdim=True)
+        return AnswerMeasures(torch.zeros_like(zeros).long(), zeros, zeros, zeros, zeros[:, 0])
+
+    # sum over the tokens of each document
     documents = layout.documents.long()
-    empty = of_tokens.new_zeros(answers.side.shape)
-    learned = (batch.labels != IGNORE).to(empty.dtype)
+    empty = token_log_probs.new_zeros(answers.side.shape)
+    is_label = (batch.labels != IGNORE).to(empty.dtype)
     return AnswerMeasures(
         answers.side,
-        empty.scatter_add(1, documents, of_tokens),
-        empty.scatter_add(1, documents, learned),
+        empty.scatter_add(1, documents, token_log_probs),
+        empty.scatter_add(1, documents, is_label),
         answers.reference,
         answers.baseline,
     )
 
 
 def answer_log_probs(batch: Batch) -> Callable[[Decoder, Tensor], Tensor]:
-    """A function of model and hidden states: (B, D), of each answer of the batch."""
+    """Return a function of model and hidden states that returns the log-probabilities (B, D)."""
     return lambda model, hidden: compare(model, hidden, batch).log_probs
 
 
 PairLoss = Callable[[AnswerMeasures, AnswerMeasures], Tensor]
-"""Of chosen and rejected answers, all (B, D - 1), what each pair adds."""
+"""Function of chosen and rejected answers (B, D - 1) that returns the loss of each pair."""
 
 
 def dpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
-    """DPO and its variants, functions of the margin of log-ratios, h.
+    """Return the loss of DPO or a variant, a function of the margin h of log-ratios.
 
     sigmoid: -log sigmoid(beta h) (Rafailov et al., 2023, arXiv 2305.18290, eq. 7), with label
     smoothing e: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (Mitchell, 2023, "A note on
@@ -116,11 +115,11 @@ def dpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
 
 
 def orpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
-    """Beta times -log sigmoid(log odds(chosen) / odds(rejected)).
+    """Return ORPO's loss, beta times -log sigmoid(log odds(chosen) / odds(rejected)).
 
-    odds = P / (1 - P), log P the mean over tokens (Hong et al., 2024, arXiv 2403.07691, eqs. 1, 3,
-    4 and 7, with beta for its lambda); the cross-entropy of its eq. 6 is `Pairs.sft_weight`. Of an
-    answer that is all but certain, log P counts as -1e-6.
+    odds = P / (1 - P), with log P the mean over tokens (Hong et al., 2024, arXiv 2403.07691, eqs.
+    1, 3, 4 and 7, with beta for its lambda). The cross-entropy of eq. 6 is `Pairs.sft_weight`. log
+    P is limited to -1e-6 for answers that are almost certain.
     """
     beta = config.beta
 
@@ -132,7 +131,7 @@ def orpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
 
 
 def simpo_loss(config: ResolvedPreferenceConfig) -> PairLoss:
-    """-log sigmoid(beta (mean of chosen - mean of rejected) - gamma).
+    """Return SimPO's loss, -log sigmoid(beta (mean of chosen - mean of rejected) - gamma).
 
     Means are of log-probabilities over tokens (Meng et al., 2024, arXiv 2405.14734, eq. 6).
     """
@@ -148,11 +147,12 @@ PAIR_LOSSES: dict[str, Callable[[ResolvedPreferenceConfig], PairLoss]] = {
 
 
 class Pairs:
-    """Methods of pairs: a chosen and a rejected answer to one prompt.
+    """Objective of methods with pairs: a chosen and a rejected answer to one prompt.
 
-    Their loss, and `sft_weight` times the chosen answer's cross-entropy: its mean over tokens, as
-    in ORPO (eqs. 2 and 6) and RPO (Pang et al., 2024, arXiv 2404.19733, eq. 1), so that it is a sum
-    over pairs too. (TRL takes the mean over the tokens of a microbatch.)
+    The loss of a pair is the method's loss plus `sft_weight` times the cross-entropy of the chosen
+    answer, averaged over its tokens as in ORPO (eqs. 2 and 6) and RPO (Pang et al., 2024, arXiv
+    2404.19733, eq. 1). It is thus a sum over pairs too. (TRL averages over the tokens of a
+    microbatch.)
     """
 
     is_cross_entropy = False
@@ -167,11 +167,11 @@ class Pairs:
         self._loss, self.switched_off = PAIR_LOSSES[config.name](config), switched_off
 
     def prepare(self, batch: Batch, look: Look, data_group: ProcessGroup | None) -> Batch:
-        """With the reference's log-probabilities."""
+        """Return the batch with the reference's log-probabilities."""
         return with_reference(batch, look, self.switched_off)
 
     def count(self, batch: Batch) -> Tensor:
-        """(): pairs."""
+        """Return the number of pairs, ()."""
         if batch.answers is None:
             return batch.labels.new_zeros(())
         return is_pair(batch.answers.side).sum()
@@ -181,12 +181,11 @@ class Pairs:
         return lambda model, hidden: self.sums(compare(model, hidden, batch))
 
     def sums(self, compared: AnswerMeasures) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss over all pairs, and what is reported of them."""
+        """Return the loss, summed over all pairs, and the sums of the reported values."""
+        # a chosen document is followed by the rejected one of its pair
         pair = is_pair(compared.side)
-        chosen, rejected = (
-            _part(compared, slice(None, -1), pair),
-            _part(compared, slice(1, None), pair),
-        )
+        chosen = _part(compared, slice(None, -1), pair)
+        rejected = _part(compared, slice(1, None), pair)
         losses = self._loss(chosen, rejected)
         reported = {
             "pairs": pair,
@@ -203,15 +202,15 @@ class Pairs:
         return torch.where(pair, losses, 0).sum(), sums
 
     def reward(self, side: AnswerMeasures) -> Tensor:
-        """Beta times the log-ratio; without a reference, times the mean log-probability."""
+        """Return beta times the log-ratio, or times the mean log-probability without reference."""
         return self.beta * (side.ratio if self.by_sum else side.mean)
 
     def metrics(self, sums: dict[str, float], split: str = "train") -> dict[str, float]:
-        """Means over pairs: rewards, and log-probabilities (of a token, without a reference)."""
+        """Return means over pairs: rewards, and log-probabilities (per token without reference)."""
         if not sums or not sums["pairs"]:
             return {}
         mean = {name: value / sums["pairs"] for name, value in sums.items()}
-        named = {
+        metrics = {
             f"rewards/{split}/chosen": mean["chosen"],
             f"rewards/{split}/rejected": mean["rejected"],
             f"rewards/{split}/margins": mean["chosen"] - mean["rejected"],
@@ -219,16 +218,18 @@ class Pairs:
             f"logps/{split}/chosen": mean["log_probs_chosen"],
             f"logps/{split}/rejected": mean["log_probs_rejected"],
         }
-        return named | ({f"loss/{split}/sft": mean["sft"]} if "sft" in mean else {})
+        if "sft" in mean:
+            metrics[f"loss/{split}/sft"] = mean["sft"]
+        return metrics
 
 
 class KTO:
-    """Single answers, each desirable or not (Ethayarajh et al., 2024, arXiv 2402.01306).
+    """Objective of KTO for single answers (Ethayarajh et al., 2024, arXiv 2402.01306).
 
-    w (1 - sigmoid(s beta (r - z))), eq. 7: r the answer's log-ratio, s its side, w its side's
-    weight, and z = max(0, m), where m is the mean log-ratio of prompts with the answers of others,
-    which no gradient goes through. That mean is over the global batch: a forward pass before the
-    first microbatch finds it (`mismatched`). (TRL takes each process' microbatch.)
+    The loss of an answer is w (1 - sigmoid(s beta (r - z))), eq. 7, with its log-ratio r, its side
+    s and the weight w of the side. The baseline is z = max(0, m), without gradient, where m is the
+    mean log-ratio of prompts with mismatched answers over the global batch. A forward pass before
+    the first microbatch computes it (`mismatched`). (TRL uses the microbatch of each rank.)
     """
 
     is_cross_entropy, has_reference = False, True
@@ -242,9 +243,9 @@ class KTO:
         self.switched_off = switched_off
 
     def prepare(self, batch: Batch, look: Look, data_group: ProcessGroup | None) -> Batch:
-        """With the reference's log-probabilities, and the baseline of the global batch."""
+        """Return the batch with the reference's log-probabilities and the baseline."""
         batch = with_reference(batch, look, self.switched_off)
-        if batch.answers is None:  # a batch that could not be had
+        if batch.answers is None:  # the empty batch of a rank that could not read its own
             sum_over_processes(torch.zeros(2, device=batch.tokens.device), data_group)
             return batch
         ratios, others = self.moved(batch, look)
@@ -254,37 +255,38 @@ class KTO:
         return replace(batch, answers=replace(batch.answers, baseline=baseline))
 
     def knows_reference(self, batch: Batch) -> bool:
-        """Whether the batch brings it, or the adapter's absence gives it."""
+        """Return whether reference log-probabilities are in the batch or can be computed."""
         assert batch.answers is not None
         return batch.answers.mismatched is not None or self.switched_off is not None
 
     def moved(self, batch: Batch, look: Look) -> tuple[Tensor, Tensor]:
-        """(B, D) fp32: log-ratios of prompts with others' answers, 0 without; (B, D) bool: with."""
+        """Return the log-ratios of mismatched answers (B, D) fp32, and where they are (B, D) bool.
+
+        Log-ratios are 0 for documents without a mismatched answer.
+        """
         assert batch.answers is not None
-        changed, others = mismatched(batch)
-        found, reference = look(changed, answer_log_probs), batch.answers.mismatched
+        changed, is_mismatched = mismatched(batch)
+        log_probs, reference = look(changed, answer_log_probs), batch.answers.mismatched
         if reference is None:
             assert self.switched_off is not None, "the method needs a reference"
             with self.switched_off():
                 reference = look(changed, answer_log_probs)
-        return torch.where(others, found - reference, 0), others
+        return torch.where(is_mismatched, log_probs - reference, 0), is_mismatched
 
     def count(self, batch: Batch) -> Tensor:
-        """(): answers."""
-        return (
-            batch.labels.new_zeros(())
-            if batch.answers is None
-            else (batch.answers.side.ne(0).sum())
-        )
+        """Return the number of answers, ()."""
+        if batch.answers is None:
+            return batch.labels.new_zeros(())
+        return batch.answers.side.ne(0).sum()
 
     def of(self, batch: Batch) -> Finish:
         """The sums of a microbatch."""
         return lambda model, hidden: self.sums(compare(model, hidden, batch))
 
     def sums(self, compared: AnswerMeasures) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss over all answers, and what is reported of them."""
+        """Return the loss, summed over all answers, and the sums of the reported values."""
         side, ratio, baseline = compared.side, compared.ratio, compared.baseline
-        assert baseline is not None, "prepare finds it"
+        assert baseline is not None, "`prepare` computes it"
         desirable, undesirable = self.weights
         weight = torch.where(side > 0, desirable, undesirable)
         losses = weight * torch.sigmoid(-side * self.beta * (ratio - baseline[:, None]))
@@ -297,18 +299,18 @@ class KTO:
         return total, {name: value.detach().float() for name, value in reported.items()}
 
     def metrics(self, sums: dict[str, float], split: str = "train") -> dict[str, float]:
-        """Means over the answers of each side, and the estimated divergence."""
-        found = {}
+        """Return means over the answers of each side, and the estimated KL divergence."""
+        metrics = {}
         for side in ("chosen", "rejected"):
             if sums.get(f"n_{side}"):
-                found[f"rewards/{split}/{side}"] = sums[side] / sums[f"n_{side}"]
-                found[f"logps/{split}/{side}"] = sums[f"log_probs_{side}"] / sums[f"n_{side}"]
+                metrics[f"rewards/{split}/{side}"] = sums[side] / sums[f"n_{side}"]
+                metrics[f"logps/{split}/{side}"] = sums[f"log_probs_{side}"] / sums[f"n_{side}"]
         if sums.get("n_chosen") and sums.get("n_rejected"):
-            margin = found[f"rewards/{split}/chosen"] - found[f"rewards/{split}/rejected"]
-            found[f"rewards/{split}/margins"] = margin
+            margin = metrics[f"rewards/{split}/chosen"] - metrics[f"rewards/{split}/rejected"]
+            metrics[f"rewards/{split}/margins"] = margin
         if sums.get("answers"):
-            found[f"rewards/{split}/kl"] = sums["kl"] / sums["answers"]
-        return found
+            metrics[f"rewards/{split}/kl"] = sums["kl"] / sums["answers"]
+        return metrics
 
 
 Preference = Pairs | KTO
@@ -317,11 +319,12 @@ Preference = Pairs | KTO
 def build_preference(
     config: ResolvedPreferenceConfig, switched_off: Context | None = None
 ) -> Preference | None:
-    """The objective of a filled section; None where it is `none`.
+    """Return the objective of a recipe; None: no preference tuning.
 
     Args:
-        config: the recipe's section.
-        switched_off: makes the model its own reference; None: rows bring what that one gives.
+        config: resolved section of the recipe.
+        switched_off: context in which the model is its own reference, because its adapter is
+            disabled; None: the examples contain the reference's log-probabilities.
     """
     if config.name == "none":
         return None
@@ -329,22 +332,22 @@ def build_preference(
 
 
 def is_pair(side: Tensor) -> Tensor:
-    """(B, D - 1) bool: which documents (B, D) are chosen and followed by the one rejected."""
+    """Return (B, D - 1) bool: whether a document is chosen and followed by the rejected one."""
     return (side[:, :-1] == 1) & (side[:, 1:] == -1)
 
 
 def pair_accuracy(margin: Tensor) -> Tensor:
-    """1 where a margin is positive, a half where it is 0: before the first step all are."""
+    """Return 1 for a positive margin, 0 for a negative one, 0.5 for 0 (before the first step)."""
     return (margin.sign() + 1) / 2
 
 
 def baseline_of(ratios: Tensor, number: Tensor) -> Tensor:
-    """(): KTO's baseline, from the sum and the number of log-ratios of mismatched answers."""
+    """Return KTO's baseline, (), from sum and number of the log-ratios of mismatched answers."""
     return (ratios / number.clamp(min=1)).clamp(min=0)
 
 
 def with_reference(batch: Batch, look: Look, switched_off: Context | None) -> Batch:
-    """The batch with what the model gives switched off; as it is without `switched_off`."""
+    """Return the batch with log-probabilities of the model without its adapter, if it has one."""
     if switched_off is None or batch.answers is None:
         return batch
     with switched_off():
@@ -353,7 +356,7 @@ def with_reference(batch: Batch, look: Look, switched_off: Context | None) -> Ba
 
 
 def _part(compared: AnswerMeasures, part: slice, pair: Tensor) -> AnswerMeasures:
-    """One side of the pairs, (B, D - 1); where there is no pair, numbers that do no harm."""
+    """Return one side of the pairs, (B, D - 1), with harmless values where there is no pair."""
     reference = compared.reference
     return AnswerMeasures(
         compared.side[:, part],
@@ -364,10 +367,12 @@ def _part(compared: AnswerMeasures, part: slice, pair: Tensor) -> AnswerMeasures
 
 
 def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
-    """The batch with answers changed round, and (B, D) bool: which documents have another's.
+    """Return the batch with answers rotated within each sequence, and where they are mismatched.
 
-    A row with one answer alone has none to give it; a document on neither side counts for none.
+    The result (B, D) bool is false in a sequence with a single answer, and for documents that are
+    on neither side.
     """
+    # source position of each token, and the new lengths and beginnings, by sequence
     layout, answers = batch.layout, batch.answers
     assert layout is not None and answers is not None
     places, lengths, begins = zip(
@@ -379,12 +384,14 @@ def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
         answered = _answered(of_row, begin)
         if len(answered) > 1:
             changed[row, answered] = True
+
+    # move tokens and labels; labels are shifted to the token itself and back
     device = batch.tokens.device
     order = torch.tensor(places).to(device, non_blocking=True)
-    own = torch.full_like(batch.labels, IGNORE)  # each token's label at the token itself
-    own[:, 1:] = batch.labels[:, :-1]
-    labels = torch.full_like(own, IGNORE)
-    labels[:, :-1] = own.gather(1, order)[:, 1:]
+    unshifted = torch.full_like(batch.labels, IGNORE)
+    unshifted[:, 1:] = batch.labels[:, :-1]
+    labels = torch.full_like(unshifted, IGNORE)
+    labels[:, :-1] = unshifted.gather(1, order)[:, 1:]
     moved = PackedLayout.from_lengths(lengths, layout.padding).to(device, non_blocking=True)
     sides = AnswerDocuments(answers.side, begins)
     tokens = batch.tokens.gather(1, order)
@@ -393,7 +400,7 @@ def mismatched(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _answered(lengths: tuple[int, ...], begins: tuple[int, ...]) -> list[int]:
-    """The documents that have an answer."""
+    """Return the indices of documents that have an answer."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return [n for n, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin < end]
 
@@ -401,7 +408,11 @@ def _answered(lengths: tuple[int, ...], begins: tuple[int, ...]) -> list[int]:
 def _change_row(
     lengths: tuple[int, ...], begins: tuple[int, ...]
 ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """The place that each token of a row comes from; lengths and begins of its new documents."""
+    """Rotate the answers of a sequence.
+
+    Returns:
+        The source position of each token, and the lengths and answer beginnings of the documents.
+    """
     answered = _answered(lengths, begins)
     giver = dict(zip(answered, [*answered[-1:], *answered[:-1]], strict=True))
     places: list[int] = []

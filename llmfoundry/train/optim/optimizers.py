@@ -1,6 +1,6 @@
-"""From the recipe's optimizer section to an optimizer; a new one is an entry of `OPTIMIZERS`.
+"""Build the optimizer of a recipe. A new optimizer is an entry of `OPTIMIZERS`.
 
-`freeze` comes before the model is sharded or wrapped, `build_optimizer` after.
+Call `freeze` before the model is sharded or wrapped, and `build_optimizer` after.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from llmfoundry.recipe.choice_table import Code, load_code
 from llmfoundry.recipe.optimizer import OPTIMIZERS, ParamGroupConfig, ResolvedOptimizerConfig
 
 Named: TypeAlias = dict[str, nn.Parameter]
-Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
+Groups: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # argument of torch.optim
 
 
 def freeze(model: Decoder, config: ResolvedOptimizerConfig) -> None:
-    """Switch off the gradients that disable_grad names.
+    """Disable the gradients of the parameters that match disable_grad.
 
     Raises:
-        UserError: an expression matches nothing, or nothing is left to train.
+        UserError: an expression matches no parameter, or no parameter is left to train.
     """
     parameters = dict(model.named_parameters())
     for index, pattern in enumerate(config.disable_grad):
@@ -45,18 +45,18 @@ def build_optimizer(
     lora_plus_ratio: float = 1.0,
     matmul_dtype: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the parameters that train.
+    """Return the recipe's optimizer of the trainable parameters.
 
-    Its first group holds those that no group of the recipe takes, if there are any.
+    The first group contains the parameters that match no group of the recipe, if there are any.
 
     Args:
         model: with parameters in the form (full or sharded) in which they will be updated.
-        config: filled.
-        lora_plus_ratio: learning rate of adapters' B over that of all else (LoRA+).
-        matmul_dtype: of matrix products under the recipe's precision.
+        config: resolved.
+        lora_plus_ratio: learning rate of the adapters' B, divided by that of others (LoRA+).
+        matmul_dtype: of matmuls with the recipe's precision.
 
     Raises:
-        UserError: a group matches nothing that is left to it, or a value of it has no effect.
+        UserError: a group matches no remaining parameter, or one of its values has no effect.
     """
     kind, groups = OPTIMIZERS[config.name], []
     split = load_code(kind.split, _SPLITS.get(config.name)) if kind.split else _whole
@@ -116,38 +116,49 @@ def _lora_plus(
 def _sections(
     model: Decoder, config: ResolvedOptimizerConfig
 ) -> list[tuple[ResolvedOptimizerConfig, Named]]:
-    """Settings, and the parameters that they are for: the rest's, then the recipe's groups'."""
-    every = dict(model.named_parameters())
-    left = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+    """Return (settings, parameters) of the remaining parameters, then of the recipe's groups."""
+    parameters = dict(model.named_parameters())
+    left = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     sections = []
     for index, group in enumerate(config.param_groups):
         key = f"optimizer.param_groups[{index}]."
         where = f"{key}param_str_match"
-        matches = _matches(group.param_str_match, every, where)
-        taken = {name: left.pop(name) for name in matches if name in left}
-        if not taken:
+        # move the matching parameters to this group
+        matches = _matches(group.param_str_match, parameters, where)
+        matched = {name: left.pop(name) for name in matches if name in left}
+        if not matched:
             raise UserError(
                 f"{where}: all that {group.param_str_match!r} matches is frozen or in an earlier"
                 " group; remove the group, or write it first"
             )
         if config.name == "muon":
-            _refuse_inert(key, group, taken)
-        given = {k: v for k, v in vars(group).items() if v is not None and k != "param_str_match"}
-        sections.append((dataclasses.replace(config, **given), taken))
+            _refuse_inert(key, group, matched)
+        # its settings replace those of the optimizer
+        overrides = {
+            name: value
+            for name, value in vars(group).items()
+            if value is not None and name != "param_str_match"
+        }
+        sections.append((dataclasses.replace(config, **overrides), matched))
     return [(config, left), *sections]
 
 
 def _matches(pattern: str, parameters: Named, key: str) -> list[str]:
-    """Names in which a regular expression is found."""
-    found = [name for name in parameters if re.search(pattern, name)]
-    if found:
-        return found
+    """Return the parameter names that a regular expression matches.
+
+    Raises:
+        UserError: it matches none; suggests similar names.
+    """
+    matches = [name for name in parameters if re.search(pattern, name)]
+    if matches:
+        return matches
 
     def likeness(name: str) -> float:
         parts = [name, *name.split(".")]
         return max(difflib.SequenceMatcher(None, pattern, part).ratio() for part in parts)
 
-    kinds = {re.sub(r"\.\d+\.", ".0.", name): None for name in parameters}  # one layer's are enough
+    # suggest names of the first layer only
+    kinds = {re.sub(r"\.\d+\.", ".0.", name): None for name in parameters}
     nearest = sorted(kinds, key=likeness, reverse=True)[:3]
     raise UserError(
         f"{key}: {pattern!r} is found in no parameter's name; the nearest are {', '.join(nearest)}"
@@ -155,12 +166,12 @@ def _matches(pattern: str, parameters: Named, key: str) -> list[str]:
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon takes it: matrices of the blocks, no embedding and no head."""
+    """Return whether Muon updates a parameter: matrices of the blocks, not embeddings or head."""
     return name.startswith("blocks.") and parameter.ndim == 2
 
 
 def muon_parts(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Named]]:
-    """AdamW's parameters, and Muon's by the heights of the matrices that each of them stacks."""
+    """Split parameters into AdamW's, and Muon's by the heights of the matrices that they stack."""
     others: Named = {}
     stacked: dict[tuple[int, ...], Named] = {(): {}}
     heights = _stacked_heights(model)
@@ -174,7 +185,10 @@ def muon_parts(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], 
 
 
 def _stacked_heights(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """Of parameters that stack matrices: fused queries, keys and values, experts, adapters."""
+    """Return the heights of the stacked matrices by parameter name.
+
+    Parameters that stack matrices are fused queries, keys and values, experts, and their adapters.
+    """
     config, heights = model.config, dict[str, tuple[int, ...]]()
     kv_width = config.attn_config.kv_n_heads * config.head_dim
     inner, experts = config.ffn_config.ffn_hidden_size, config.ffn_config.moe_num_experts or 0
@@ -202,11 +216,11 @@ def _refuse_inert(key: str, group: ParamGroupConfig, parameters: Named) -> None:
 
 
 class DecoupledLionW(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023) with a weight decay that the peak learning rate does not scale.
+    """Lion (Chen et al., 2023) with a weight decay that does not depend on the peak learning rate.
 
     u = sign(lerp(m, g, 1 - beta_1)); p <- p (1 - weight_decay lr / first lr) - lr u;
-    m <- lerp(m, g, 1 - beta_2). While `found_inf` is 1 a step changes nothing, as PyTorch's fused
-    optimizers have it, and the host is not asked.
+    m <- lerp(m, g, 1 - beta_2). If `found_inf` is 1, a step changes nothing, as in PyTorch's fused
+    optimizers, without a synchronization with the host.
     """
 
     found_inf: Tensor | None = None
@@ -237,18 +251,18 @@ class DecoupledLionW(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
         mean, (beta_1, beta_2) = state["exp_avg"], group["betas"]
-        taken: float | Tensor = 1.0
+        enabled: float | Tensor = 1.0  # 0 on the device if the step is skipped
         if self.found_inf is not None:
-            taken, grad = 1 - self.found_inf, torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+            enabled, grad = 1 - self.found_inf, torch.nan_to_num(grad, 0.0, 0.0, 0.0)
         lr, peak = group["lr"], group["initial_lr"]
         update = torch.lerp(mean, grad, 1 - beta_1).sign_()
-        parameter.mul_(1 - taken * group["weight_decay"] * lr / peak)
-        parameter.sub_(update * (taken * lr))
-        mean.add_((grad - mean) * (taken * (1 - beta_2)))
+        parameter.mul_(1 - enabled * group["weight_decay"] * lr / peak)
+        parameter.sub_(update * (enabled * lr))
+        mean.add_((grad - mean) * (enabled * (1 - beta_2)))
 
 
 def fused_adamw(parameters: Groups, **values: Any) -> torch.optim.Optimizer:
-    """AdamW, or decoupled AdamW, by PyTorch's fused kernel."""
+    """Return AdamW, or decoupled AdamW, with PyTorch's fused kernel."""
     return torch.optim.AdamW(parameters, **values, fused=True)
 
 
@@ -258,7 +272,7 @@ _MAKERS: dict[str, Code] = {
     "decoupled_lionw": DecoupledLionW,
     "muon": "llmfoundry.train.optim.muon:Muon",
 }
-"""The code of the entries of OPTIMIZERS that come with the project."""
+"""Code of the entries of OPTIMIZERS that come with the project."""
 _SPLITS: dict[str, Code] = {"muon": muon_parts}
 _LOW_PRECISION = "llmfoundry.train.optim.low_precision:LowPrecisionAdamW"
 _NARROW: dict[str, Code] = dict.fromkeys(("decoupled_adamw", "adamw"), _LOW_PRECISION)
