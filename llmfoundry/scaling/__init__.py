@@ -1,1 +1,1 @@
-"""Laws of loss over size and tokens, and what small runs predict of a large one."""
+"""Scaling laws: loss as a function of model size and tokens, and predictions for larger runs."""

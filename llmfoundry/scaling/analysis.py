@@ -1,8 +1,8 @@
-"""What the runs of a scaling experiment say: laws, frontier, trends, gains, predictions, as JSON.
+"""Analysis of a scaling experiment: laws, frontier, trends, gains and predictions, as JSON.
 
-`cli/commands/scaling.py` writes it as scaling.json, `loggers/pages/scaling_page.py` draws it. Every
-number that the law gives has an interval, 80 % of the bootstrapped laws, and every prediction says
-how far from the fitted runs it is.
+`cli/commands/scaling.py` writes the result as scaling.json, and `loggers/pages/scaling_page.py`
+plots it. Every number derived from a law has an interval that contains 80 % of the bootstrapped
+laws, and every prediction reports its distance from the fitted runs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from llmfoundry.scaling.points import Point, by_family, cells, fitted
 
 INTERVAL = 0.8
 FAR = 100.0
-"""Times the largest fitted compute beyond which nothing is predicted unasked."""
+"""Maximum budget of a prediction without `extrapolate`, in units of the largest fitted compute."""
 
 
 @dataclass(frozen=True)
 class FamilyFit:
-    """The law of a kind of model.
-
-    An interval holds its estimate, which may lie beyond the bootstrapped laws.
+    """Fitted law of one family of models.
 
     Attributes:
-        family: its name.
-        points: that were fitted.
-        law: the best one.
-        laws: of the bootstrap.
-        cost: FLOPs of a token by size.
+        family: name of the family.
+        points: fitted runs.
+        law: best fit.
+        laws: fits of the bootstrap.
+        cost: FLOPs per token as a function of the size.
     """
 
     family: str
@@ -54,15 +52,15 @@ class FamilyFit:
 
     @cached_property
     def most_flops(self) -> float:
-        """Of the largest run."""
+        """FLOPs of the largest fitted run."""
         return max(point.flops for point in self.points)
 
     def interval(self, number: Callable[[Law], float]) -> list[float] | None:
-        """Both ends for a number of the law; None where fewer than half of the laws have one."""
+        """Return the interval of a number derived from the law; None: not determined."""
         return interval([number(law) for law in self.laws], number(self.law))
 
     def predict(self, flops: float) -> dict[str, Any]:
-        """The best size and tokens for a budget, and the loss."""
+        """Return the best size and tokens for a budget, their loss, and intervals."""
         if not self.law.has_optimum:
             return {"flops": flops, "undetermined": "the loss depends on size or tokens alone"}
         numbers: dict[str, Callable[[Law], float]] = {
@@ -78,7 +76,7 @@ class FamilyFit:
         }
 
     def held_out(self, point: Point) -> dict[str, Any]:
-        """What the law says of a point's loss, without looking at it."""
+        """Return the predicted loss of a held-out run."""
         loss: Callable[[Law], float] = lambda law: float(law.loss(point.parameters, point.tokens))  # noqa: E731
         return {
             "name": point.name,
@@ -89,11 +87,16 @@ class FamilyFit:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Constants, residuals, and the frontier over the fitted compute and ten times more."""
+        """Return constants, residuals, and the frontier up to ten times the fitted compute."""
         law, least = self.law, min(point.flops for point in self.points)
         budgets = np.geomspace(least, 10 * self.most_flops, 41 * law.has_optimum)
-        fit = {p.name: p.loss / float(law.loss(p.parameters, p.tokens)) - 1 for p in self.points}
+        residuals = {
+            point.name: point.loss / float(law.loss(point.parameters, point.tokens)) - 1
+            for point in self.points
+        }
         measured = _columns(self.points, "parameters", "tokens", "loss")
+
+        # numbers with intervals: the constants of the law, and the exponent of the best size
         names: dict[str, Callable[[Law], float]] = {
             name: lambda law, name=name: float(getattr(law, name))  # type: ignore[misc]
             for name in asdict(law)
@@ -106,8 +109,9 @@ class FamilyFit:
             "at_edge": law.at_edge,
             "uncertain": law.uncertain(*measured),
             "flops_per_token": asdict(self.cost),
-            "rms_residual": math.sqrt(sum(value**2 for value in fit.values()) / len(fit)),
-            "residuals": fit,
+            "rms_residual": math.sqrt(
+                sum(value**2 for value in residuals.values()) / len(residuals)),
+            "residuals": residuals,
             "frontier": [
                 dict(zip(("flops", "parameters", "tokens", "loss"), (c, *law.best(c, self.cost)),
                          strict=True)) for c in map(float, budgets)
@@ -116,26 +120,32 @@ class FamilyFit:
 
 
 def interval(values: Sequence[float], estimate: float) -> list[float] | None:
-    """Both ends of what INTERVAL of the values lie in, and the estimate too.
+    """Return the central interval that contains INTERVAL of the values, extended to the estimate.
 
-    None where fewer than half of the values, or the estimate, are finite.
+    Returns:
+        Both ends; None: the estimate, or more than half of the values, are not finite.
     """
-    kept = np.array([value for value in values if math.isfinite(value)])
-    if 2 * len(kept) < len(values) or not len(kept) or not math.isfinite(estimate):
+    finite = np.array([value for value in values if math.isfinite(value)])
+    if 2 * len(finite) < len(values) or not len(finite) or not math.isfinite(estimate):
         return None
-    low, high = np.quantile(kept, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
+    low, high = np.quantile(finite, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
     return [min(float(low), estimate), max(float(high), estimate)]
 
 
 def fit_families(points: Sequence[Point], rounds: int, *, key: str = "sizes") -> list[FamilyFit]:
-    """A law for each family; `key` of the recipe has the runs.
+    """Fit a law to each family.
+
+    Args:
+        points: all runs.
+        rounds: number of bootstrap samples.
+        key: the recipe's key of the runs, for error messages.
 
     Raises:
-        UserError: a family's runs do not determine a law.
+        UserError: the runs of a family do not determine a law.
     """
-    fits, used = [], by_family(fitted(points))
+    fits, fitted_runs = [], by_family(fitted(points))
     for family in by_family(points):
-        runs = used.get(family, [])
+        runs = fitted_runs.get(family, [])
         n, d, loss, flops = _columns(runs, "parameters", "tokens", "loss", "flops")
         of = f" of {family}" if family else ""
         refuse_few([*zip(n, d, strict=True)], f"{key}: the runs{of} with a finite loss")
@@ -147,10 +157,14 @@ def fit_families(points: Sequence[Point], rounds: int, *, key: str = "sizes") ->
 
 
 def refuse_few(places: Sequence[tuple[float, float]], what: str) -> None:
-    """Refuse runs, by size and tokens, that leave constants of the law open.
+    """Reject runs that do not determine all constants of the law.
+
+    Args:
+        places: (size, tokens) of each run.
+        what: beginning of the error message.
 
     Raises:
-        UserError: other constants would give them the same losses.
+        UserError: other constants would give the same losses.
     """
     n, d = np.array([*places], dtype=float).reshape(-1, 2).T
     if len(places) and determines_law(n, d):
@@ -173,62 +187,70 @@ def _columns(points: Sequence[Point], *names: str) -> list[Array]:
 
 
 def gains(fits: Sequence[FamilyFit]) -> list[dict[str, Any]]:
-    """How much less compute than the first family each other needs for the same loss.
+    """Return how much less compute other families need than the first family for the same loss.
 
-    At the largest compute that both were fitted to, on their frontiers: 2 is half of it. The
-    interval is over pairs of bootstrapped laws.
+    The families are compared on their frontiers at the largest compute of both fits. A gain of 2
+    means half of the compute. Intervals are over pairs of bootstrapped laws.
     """
-    found, first = [], fits[0]
+    results, first = [], fits[0]
     for other in fits[1:]:
         flops = min(first.most_flops, other.most_flops)
 
-        def gain(mine: Law, theirs: Law, other: FamilyFit = other, flops: float = flops) -> float:
-            loss = mine.best(flops, first.cost)[2]
-            is_known = math.isfinite(loss) and theirs.has_optimum
-            return flops / theirs.flops_for(loss, other.cost) if is_known else math.nan
+        def gain(
+            first_law: Law, other_law: Law, other: FamilyFit = other, flops: float = flops
+        ) -> float:
+            loss = first_law.best(flops, first.cost)[2]
+            is_known = math.isfinite(loss) and other_law.has_optimum
+            return flops / other_law.flops_for(loss, other.cost) if is_known else math.nan
 
-        pairs = zip(first.laws, other.laws, strict=True)
         values = {"flops": flops, "loss": first.law.best(flops, first.cost)[2]}
         values |= {"gain": gain(first.law, other.law)}
-        ends = interval([gain(mine, theirs) for mine, theirs in pairs], values["gain"])
+        pairs = zip(first.laws, other.laws, strict=True)
+        ends = interval(
+            [gain(first_law, other_law) for first_law, other_law in pairs], values["gain"]
+        )
         if math.isfinite(values["gain"]):
             names = {"family": other.family, "over": first.family}
-            found.append({**names, **values, "interval": ends})
-    return found
+            results.append({**names, **values, "interval": ends})
+    return results
 
 
 def trends(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The best learning rate and batch at each size and tokens, and their power of compute.
+    """Return the best learning rate and batch size by size and tokens, and their exponents.
 
-    Each is the lowest place of a parabola through the loss over the logarithm of three values or
-    more, at the best value of the other; where the least loss is at an end of them the best may lie
-    outside, which `at_end` marks, and the power goes without.
+    The best value is the minimum of a parabola of the loss over the logarithm of at least three
+    values, at the best value of the other setting. If the smallest loss is at an end of the range,
+    the best value may be outside. `at_end` marks this, and the exponent ignores the value.
     """
-    found = []
+    results = []
     for key, other in (("lr", "batch_tokens"), ("batch_tokens", "lr")):
         for family, runs in by_family(points).items():
+            # best value of the setting for each size and number of tokens
             best = []
             for cell in cells(run for run in runs if math.isfinite(run.loss)).values():
-                first = min(cell, key=lambda run: run.loss)
-                alike = [run for run in cell if getattr(run, other) == getattr(first, other)]
+                lowest = min(cell, key=lambda run: run.loss)
+                alike = [run for run in cell if getattr(run, other) == getattr(lowest, other)]
                 if len({getattr(run, key) for run in alike}) >= 3:
                     best.append(_lowest(alike, key))
+
+            # power law of the best value over compute
             inside = [one for one in best if not one["at_end"]]
             trend: dict[str, Any] = {"key": key, "family": family, "best": best}
             if len({round(math.log(one["flops"]), 2) for one in inside}) >= 2:
                 c, v = (np.log([one[name] for one in inside]) for name in ("flops", "best"))
                 trend["exponent"] = float(np.polyfit(c, v, 1)[0])
-            found += [trend] * bool(best)
-    return found
+            results += [trend] * bool(best)
+    return results
 
 
 def _lowest(cell: Sequence[Point], key: str) -> dict[str, Any]:
+    """Return the best value of a setting by a parabola of the loss over its logarithm."""
     x, loss, flops = _columns(cell, key, "loss", "flops")
     x = np.log(x)
     curve, slope, _ = np.polyfit(x - x.mean(), loss, 2)
     at_end = curve <= 0 or not x.min() < x.mean() - slope / (2 * curve) < x.max()
-    place = x[np.argmin(loss)] if at_end else x.mean() - slope / (2 * curve)
-    best = {"flops": float(flops.mean()), "best": float(np.exp(place)), "at_end": bool(at_end)}
+    minimum = x[np.argmin(loss)] if at_end else x.mean() - slope / (2 * curve)
+    best = {"flops": float(flops.mean()), "best": float(np.exp(minimum)), "at_end": bool(at_end)}
     return {
         **best,
         "losses": {f"{math.exp(a):.4g}": float(b) for a, b in zip(x, loss, strict=True)},
@@ -236,10 +258,10 @@ def _lowest(cell: Sequence[Point], key: str) -> dict[str, Any]:
 
 
 def refuse_far(fit: FamilyFit, flops: float, *, allowed: bool) -> None:
-    """Refuse a budget that small runs say little of.
+    """Reject a budget that is too far from the fitted runs.
 
     Raises:
-        UserError: it is FAR times the largest of the runs, and `allowed` is false.
+        UserError: the budget is more than FAR times the largest run, and `allowed` is false.
     """
     far = flops / fit.most_flops
     if far > FAR and not allowed:
@@ -252,14 +274,20 @@ def refuse_far(fit: FamilyFit, flops: float, *, allowed: bool) -> None:
 def summary(
     points: Sequence[Point], fits: Sequence[FamilyFit], tests: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """All of it; `tests` are what was predicted of each family's held-out point, beforehand."""
+    """Return the complete analysis.
+
+    Args:
+        points: all runs.
+        fits: law of each family.
+        tests: predictions of held-out runs by family, made before these runs.
+    """
     families = {fit.family: fit.as_json() for fit in fits}
     for fit in fits:
         for point in points:
             if point.held_out and point.family == fit.family and math.isfinite(point.loss):
-                told = dict(tests.get(fit.family) or {**fit.held_out(point), "before": False})
-                told |= {"measured": point.loss, "error": told["predicted"] / point.loss - 1}
-                families[fit.family].setdefault("held_out", []).append(told)
+                test = dict(tests.get(fit.family) or {**fit.held_out(point), "before": False})
+                test |= {"measured": point.loss, "error": test["predicted"] / point.loss - 1}
+                families[fit.family].setdefault("held_out", []).append(test)
     return {
         "interval": INTERVAL,
         "points": [asdict(point) for point in points],

@@ -1,4 +1,4 @@
-"""The runs of a scaling experiment: as rows, from and to a table, and which of them are fitted."""
+"""Runs of a scaling experiment: CSV tables, and the selection of the runs that are fitted."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from typing import Any, TypeVar
 from llmfoundry.errors import UserError
 
 K = TypeVar("K", bound=Hashable)
-MOST_BYTES, MOST = 64 << 20, 1e40  # of a table; of a number in it
+MOST_BYTES, MOST = 64 << 20, 1e40  # maximum size of a table; maximum number in it
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run, done or to be done; numbers that are not known are NaN.
+    """A finished or planned run. Unknown numbers are NaN.
 
     Attributes:
         name: of its folder.
-        family: the kind of model.
+        family: kind of model.
         parameters: N of the law.
-        tokens: D, that it trains on.
-        flops: C, counted forward and backward.
-        loss: on held-out text at the end, nats a token.
-        held_out: whether it tests the law, and is not fitted.
-        total: parameters, of which a token meets `active`, `non_embedding` without embeddings.
+        tokens: D of the law, tokens of training.
+        flops: C, forward and backward.
+        loss: final loss on held-out text, in nats per token.
+        held_out: whether the run tests the law and is not fitted.
+        total: number of all parameters.
+        active: parameters that a token uses.
+        non_embedding: active parameters without embeddings.
         width: of the model.
-        lr: the peak learning rate.
-        batch_tokens: tokens of a step.
+        lr: peak learning rate.
+        batch_tokens: tokens per step.
         seed: of the run.
-        seconds: that it trained and evaluated.
-        target: what the grid asked for, tokens or FLOPs, which whole steps come near to.
+        seconds: of training and evaluation.
+        target: tokens or FLOPs of the grid, which a whole number of steps approximates.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Point:
 
 
 def to_csv(points: Sequence[Point]) -> str:
-    """A table that `read_points` reads."""
+    """Return the runs as a CSV table that `read_points` reads."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(Point)], lineterminator="\n")
     writer.writeheader()
@@ -68,10 +70,10 @@ def to_csv(points: Sequence[Point]) -> str:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Runs of a CSV.
+    """Read runs from a CSV file.
 
     Raises:
-        UserError: it cannot be read, or a row lacks a number; names the first row of each kind.
+        UserError: the file cannot be read, or rows have errors; names the first row of each error.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -92,25 +94,25 @@ def read_points(path: Path) -> list[Point]:
 
 
 def _point(row: Mapping[Any, Any], number: int) -> Point:
-    """A run of others: N, D or C, and the loss."""
+    """Return the run of a row with N, D or C, and the loss; C = 6 N D if one is missing."""
     known = {str(key).strip().lower(): value for key, value in row.items()}
     names = ("parameters", "tokens", "flops", "loss")
-    found = {name: _positive(name, known[name]) for name in names if known.get(name)}
+    numbers = {name: _positive(name, known[name]) for name in names if known.get(name)}
     swept = {name: _positive(name, known.get(name) or "nan") for name in ("lr", "batch_tokens")}
     for name in ("loss", "parameters"):
-        if name not in found:
+        if name not in numbers:
             raise ValueError(f"{name}: is missing; name a column so")
-    if not {"tokens", "flops"} & set(found):
+    if not {"tokens", "flops"} & set(numbers):
         raise ValueError("tokens: is missing; name a column tokens, or flops of which 6 N are one")
-    n = found["parameters"]
-    tokens = found.get("tokens", found.get("flops", 0.0) / (6 * n))
+    n = numbers["parameters"]
+    tokens = numbers.get("tokens", numbers.get("flops", 0.0) / (6 * n))
     return Point(
         name=str(known.get("name") or f"row {number}"),
         family=str(known.get("family") or ""),
         parameters=n,
         tokens=tokens,
-        flops=found.get("flops", 6 * n * tokens),
-        loss=found["loss"],
+        flops=numbers.get("flops", 6 * n * tokens),
+        loss=numbers["loss"],
         held_out=str(known.get("held_out")).strip().lower() in ("true", "1", "yes"),
         lr=swept["lr"],
         batch_tokens=swept["batch_tokens"],
@@ -119,12 +121,11 @@ def _point(row: Mapping[Any, Any], number: int) -> Point:
 
 
 def _positive(name: str, value: str) -> float:
+    """Parse a positive number; NaN for a diverged run (loss nan or inf) or an unknown setting."""
     text = str(value).strip().lower()
-    if (text == "nan" and name in ("loss", "lr", "batch_tokens")) or (name, text) == (
-        "loss",
-        "inf",
-    ):
-        return math.nan  # a run that diverged; what is not known
+    is_unknown = text == "nan" and name in ("loss", "lr", "batch_tokens")
+    if is_unknown or (name == "loss" and text == "inf"):
+        return math.nan
     try:
         number = float(text)
     except ValueError:
@@ -135,38 +136,39 @@ def _positive(name: str, value: str) -> float:
 
 
 def fitted(points: Iterable[Point]) -> list[Point]:
-    """Of each family, size and number of tokens the runs of the best learning rate and batch.
+    """Select the runs to fit: for each family, size and tokens, those of the best settings.
 
-    Which is the one with the least mean loss over its seeds; a run that diverged is none.
+    The best learning rate and batch size have the smallest mean loss over their seeds, and no
+    diverged run.
     """
-    best = list[Point]()
+    selected = list[Point]()
     for cell in cells(points).values():
-        tried = grouped(cell, lambda run: (run.lr, run.batch_tokens)).values()
-        whole = [runs for runs in tried if all(math.isfinite(run.loss) for run in runs)]
-        best += min(whole, key=lambda runs: fmean(run.loss for run in runs), default=[])
-    return best
+        settings = grouped(cell, lambda run: (run.lr, run.batch_tokens)).values()
+        finite_runs = [runs for runs in settings if all(math.isfinite(run.loss) for run in runs)]
+        selected += min(finite_runs, key=lambda runs: fmean(run.loss for run in runs), default=[])
+    return selected
 
 
 def cells(points: Iterable[Point]) -> dict[Any, list[Point]]:
-    """Runs of a family, size and number of tokens, but for those held out."""
-    tried = (point for point in points if not point.held_out)
-    return grouped(tried, lambda run: (run.family, run.width or run.parameters, run.target))
+    """Group runs by family, size and number of tokens, without held-out runs."""
+    runs = (point for point in points if not point.held_out)
+    return grouped(runs, lambda run: (run.family, run.width or run.parameters, run.target))
 
 
 def grouped(points: Iterable[Point], key: Callable[[Point], K]) -> dict[K, list[Point]]:
-    """Points by a key, in order."""
-    found: dict[K, list[Point]] = defaultdict(list)
+    """Group points by a key, in order."""
+    groups: dict[K, list[Point]] = defaultdict(list)
     for point in points:
-        found[key(point)].append(point)
-    return dict(found)
+        groups[key(point)].append(point)
+    return dict(groups)
 
 
 def by_family(points: Iterable[Point]) -> dict[str, list[Point]]:
-    """Points of each family, in order."""
+    """Group points by family, in order."""
     return grouped(points, lambda point: point.family)
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as JSON has them: NaN and infinity, which it has not, are null."""
+    """Return values as JSON supports them, with null for NaN and infinity."""
     cleaned: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda _: None)
     return cleaned

@@ -1,17 +1,16 @@
-"""Traces of steps, and snapshots of memory, in a folder of the run: `profile`.
+"""Callbacks that write traces of steps and memory snapshots to the folder `profile` of the run.
 
-`builders/callbacks.py` makes the callbacks. The folder is bounded, and never a reason for the run
-to end: a file is there as a whole or not at all, and what could not be written is a line.
+Created by `builders/callbacks.py`. The size of the folder is limited, and a profile never ends the
+run: files are written completely or not at all, and a failure is reported in one line.
 
-`Tracer` (`profile.trace`) is torch.profiler on a schedule. It exists only while a cycle is under
-way, so that all other steps are those of a run without one. Spans (`llmfoundry/telemetry.py`) are
-record_function's then, and the trace shows forward, backward, messages and the rest above PyTorch's
-own operations.
+`Tracer` (`profile.trace`) runs torch.profiler on a schedule. The profiler only exists during a
+cycle, so other steps have no overhead. Spans (`llmfoundry/telemetry.py`) become record_function
+ranges, so the trace shows forward, backward, messages and others above PyTorch's operations.
 
-`MemorySnapshots` (`profile.memory_snapshot`): on a GPU PyTorch's allocator keeps a history, which
-is written after a step, or at the moment at which an allocation fails: when the error has been
-raised, what it was about is gone. A CPU's allocator keeps none: the snapshot is that of one step,
-as torch.profiler sees it, in the same format (PyTorch's own conversion).
+`MemorySnapshots` (`profile.memory_snapshot`): on a GPU, PyTorch's allocator records a history. It
+is written after a step, or when an allocation fails, before the error is raised and the memory is
+freed. The CPU allocator has no history. There the snapshot is that of one step by torch.profiler,
+converted to the same format by PyTorch.
 """
 
 from __future__ import annotations
@@ -46,50 +45,50 @@ from llmfoundry.telemetry import STACKS, observe_spans, stop_observing
 from llmfoundry.train.trainer import Callback, Trainer
 
 FOLDER = "profile"
-"""Below a run's folder."""
+"""Subfolder of a run's folder."""
 GIB = 2**30
 
 
 class TooLargeError(Exception):
-    """The folder has no room for what is being written."""
+    """A file would exceed the size limit of the folder."""
 
 
 class BoundedFile:
-    """A file that takes so many bytes."""
+    """A file with a limited size; `room` is the limit in bytes."""
 
     def __init__(self, file: IO[bytes], room: int) -> None:
         self._file, self._room = file, room
 
     def write(self, data: bytes) -> int:
-        """Write all of it, or raise TooLargeError."""
+        """Write all data, or raise TooLargeError."""
         self._room -= memoryview(data).nbytes
         if self._room < 0:
             raise TooLargeError
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Pass it on."""
+        """Flush the file."""
         self._file.flush()
 
 
 class ProfileFiles:
-    """Writes files of one process to the folder of a run."""
+    """Writer of one rank's files to the folder of a run."""
 
     def __init__(self, run_folder: Path, world: World, *, max_gib: float) -> None:
-        """`max_gib`: all files together, those of earlier attempts too."""
+        """Create the writer; `max_gib` limits all files together, including earlier attempts."""
         self.folder, self.world, self._max_gib = run_folder / FOLDER, world, max_gib
 
     def tidy(self) -> None:
-        """Remove what a killed process left half written."""
+        """Remove partial files of killed processes."""
         if self.folder.is_dir():
             remove_partials(self.folder)
 
     def name(self, kind: str, step: int, suffix: str) -> str:
-        """A file's name: of which step (from 1) and rank."""
+        """Return a file name with step (from 1) and rank."""
         return f"{kind}-step-{step}-rank-{self.world.rank}{suffix}"
 
     def write(self, name: str, fill: Callable[[BoundedFile], None]) -> str:
-        """Write a file; why it could not be written, empty where it was."""
+        """Write a file; return an error message, empty on success."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             sizes = (path.stat().st_size for path in self.folder.iterdir() if path.name != name)
@@ -106,7 +105,7 @@ class ProfileFiles:
         return ""
 
     def report(self, note: Callable[[str], None], line: str) -> None:
-        """Show a line; only the main process has a console, others write to standard error."""
+        """Report a line: rank 0 on its console, other ranks on standard error."""
         if self.world.is_main:
             note(line)
         else:
@@ -114,11 +113,11 @@ class ProfileFiles:
 
 
 LARGEST = 10
-"""Operations that are listed."""
+"""Number of operations in the table."""
 
 
 class TracedSpans:
-    """Shows spans in traces."""
+    """Observer that shows spans in traces."""
 
     def __init__(self) -> None:
         self._open: list[record_function] = []
@@ -129,17 +128,17 @@ class TracedSpans:
         self._open[-1].__enter__()
 
     def leave(self) -> None:
-        """The span that began last ends."""
+        """The innermost span ends."""
         self._open.pop().__exit__(None, None, None)
 
 
 def start_profiler(device: torch.device, **settings: Any) -> profile:
-    """A profiler of this process and its device that has begun.
+    """Start a profiler of this process and its device.
 
     Raises:
-        RuntimeError: another one of this process is under way.
+        RuntimeError: another profiler of this process is running.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it writes lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # no log lines
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
     if torch.autograd.profiler._is_profiler_enabled:
@@ -150,25 +149,25 @@ def start_profiler(device: torch.device, **settings: Any) -> profile:
 
 
 class Tracer(Callback):
-    """Traces the steps of a schedule; all processes pause while those chosen write."""
+    """Callback that traces steps on a schedule. All ranks pause while chosen ranks write."""
 
     def __init__(self, config: ResolvedProfileConfig, files: ProfileFiles) -> None:
-        """`config`: filled."""
+        """Create the callback; `config` is resolved."""
         self._config, self._files = config, files
         self._is_chosen = config.has_rank(files.world.rank)
         names = ("skip_first", "wait", "warmup", "active", "repeat")
         self._action = schedule(**{name: getattr(config, name) for name in names})
-        self._steps = 0  # of this process
+        self._steps = 0  # steps of this process
         self._profiler: profile | None = None
         self._spans = TracedSpans()
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin with the first step, if that is asked for."""
+        """Start to trace if the schedule begins with the first step."""
         self._files.tidy()
         self._before_step(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
-        """Go on to the next step of the schedule; write at the end of a cycle."""
+        """Advance the schedule, and write the trace at the end of a cycle."""
         ends = self._action(self._steps) == ProfilerAction.RECORD_AND_SAVE
         self._steps += 1
         if self._profiler is not None:
@@ -180,7 +179,7 @@ class Tracer(Callback):
             self._before_step(trainer)
 
     def close(self) -> None:
-        """Forget a cycle that did not end."""
+        """Discard an unfinished cycle."""
         self._stop()
 
     def _before_step(self, trainer: Trainer) -> None:
@@ -202,7 +201,7 @@ class Tracer(Callback):
         observe_spans(self._spans)
 
     def _begins_cycle(self) -> bool:
-        """Whether the next step is the first of a cycle."""
+        """Return whether the next step is the first of a cycle."""
         between = (ProfilerAction.NONE, ProfilerAction.RECORD_AND_SAVE)
         before = self._action(self._steps - 1) if self._steps else ProfilerAction.NONE
         return before in between and self._action(self._steps) != ProfilerAction.NONE
@@ -211,25 +210,30 @@ class Tracer(Callback):
         profiler, self._profiler = self._profiler, None
         stop_observing(self._spans)
         if profiler is not None:
-            with suppress(RuntimeError):  # a profiler that the program itself started ended it
+            with suppress(RuntimeError):  # stopped by another profiler of the program
                 profiler.stop()
         return profiler
 
     def _finish(self, trainer: Trainer) -> None:
-        """Write the trace, and the table, of the steps up to this one."""
+        """Write the trace and the table of operations of the cycle that ends with this step."""
         profiler = self._stop()
         if profiler is None:
             return
         step, files, note = trainer.batch, self._files, trainer.tracker.note
         if profiler.profiler is None or profiler.profiler.kineto_results is None:
-            return  # the run ends in the first steps of a cycle: nothing was kept
+            return  # the run ended during the warm-up of a cycle, so there is no trace
+
+        # the trace
         name = files.name("trace", step, ".json.gz")
         problem = files.write(name, lambda file: write_trace(profiler, file, files.folder / name))
+
+        # the table of operations
         lines = list(largest_operations(profiler, trainer.world.device))
         text = "".join(f"{line}\n" for line in lines).encode()
-        listed = files.name("operations", step, ".txt")
-        also = files.write(listed, lambda file: _write(file, text))
-        problem = problem or also
+        table_name = files.name("operations", step, ".txt")
+        table_problem = files.write(table_name, lambda file: _write(file, text))
+
+        problem = problem or table_problem
         files.report(note, problem or f"traced up to step {step}: {files.folder / name}")
         if files.world.is_main:
             for line in lines:
@@ -241,12 +245,17 @@ def _write(file: BoundedFile, text: bytes) -> None:
 
 
 def write_trace(profiler: profile, file: BoundedFile, near: Path) -> None:
-    """Write a Chrome trace, compressed; PyTorch writes the text of it beside `near` before.
+    """Write a compressed Chrome trace.
+
+    Args:
+        profiler: stopped.
+        file: target.
+        near: path next to which PyTorch writes the uncompressed trace.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the trace could not be written.
     """
-    folder = near.with_name(f"{near.name}.{os.getpid()}.partial")  # PyTorch leaves others there
+    folder = near.with_name(f"{near.name}.{os.getpid()}.partial")  # also for PyTorch's other files
     folder.mkdir(exist_ok=True)
     raw = folder / "trace.json"
     try:
@@ -263,7 +272,7 @@ def write_trace(profiler: profile, file: BoundedFile, near: Path) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether it ends as JSON does: PyTorch does not report what it could not write."""
+    """Return whether a file ends like JSON, because PyTorch does not report write errors."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"}")
@@ -271,61 +280,63 @@ def _is_complete(path: Path) -> bool:
 
 
 def largest_operations(profiler: profile, device: torch.device) -> Iterator[str]:
-    """Lines of a table: on a GPU its kernels, elsewhere operators, by the time spent in each."""
+    """Yield the lines of a table of GPU kernels, or CPU operators, sorted by their own time."""
+    # own time of each operation, in microseconds
     on_device = device.type == "cuda"
     kind = DeviceType.CUDA if on_device else DeviceType.CPU
-    found = [
+    operations = [
         (event.self_device_time_total if on_device else event.self_cpu_time_total, event)
         for event in profiler.key_averages()
         if event.device_type == kind and not _is_ours(event)
     ]
-    found.sort(key=lambda pair: pair[0], reverse=True)
-    whole = sum(time for time, _ in found) or 1.0
+    operations.sort(key=lambda pair: pair[0], reverse=True)
+
+    total = sum(time for time, _ in operations) or 1.0
     yield f"{'ms':>10}  {'share':>6}  {'calls':>7}  {'kernel' if on_device else 'operator'}"
-    for time, event in found[:LARGEST]:
-        yield f"{time / 1e3:10.2f}  {time / whole:6.1%}  {event.count:7d}  {event.key[:100]}"
+    for time, event in operations[:LARGEST]:
+        yield f"{time / 1e3:10.2f}  {time / total:6.1%}  {event.count:7d}  {event.key[:100]}"
 
 
 def _is_ours(event: Any) -> bool:
-    """Whether it is a span, or another annotation, and no operation."""
+    """Return whether an event is a span or another annotation, and not an operation."""
     return bool(getattr(event, "is_user_annotation", False)) or event.key.startswith("ProfilerStep")
 
 
 REQUEST = getattr(signal, "SIGUSR2", None)
-"""The signal that asks for one; SIGUSR1 is a scheduler's, and ends the run."""
-_MOST = 3  # of failed allocations: a convolution may fail for several algorithms, and then succeed
-_newest: Path | None = None  # of a failed allocation
+"""Signal that requests a snapshot. SIGUSR1 is used by schedulers, and ends the run."""
+_MOST = 3  # snapshots of failed allocations; a convolution tries several algorithms
+_newest: Path | None = None  # newest snapshot of a failed allocation
 
 
 def out_of_memory_snapshot() -> Path | None:
-    """The snapshot of the newest allocation of this process that failed, if there is one."""
+    """Return the snapshot of this process's last failed allocation; None: there is none."""
     return _newest
 
 
 def contents(snapshot: dict[str, Any]) -> tuple[int, int]:
-    """Blocks in use, and allocations and frees in the history, over all devices."""
-    blocks = (b for segment in snapshot["segments"] for b in segment["blocks"])
+    """Return the number of blocks in use, and of events in the history, over all devices."""
+    blocks = (block for segment in snapshot["segments"] for block in segment["blocks"])
     in_use = sum(block["state"].startswith("active") for block in blocks)
     return in_use, sum(map(len, snapshot["device_traces"]))
 
 
 class MemorySnapshots(Callback):
-    """Keeps a history of memory, and writes it when asked."""
+    """Callback that writes memory snapshots: at a step, at a signal, at a failed allocation."""
 
     def __init__(self, config: ResolvedProfileConfig, files: ProfileFiles) -> None:
-        """`config`: filled."""
+        """Create the callback; `config` is resolved."""
         self._config, self._files = config, files
         self._on_device = files.world.device.type == "cuda"
         self._is_chosen = config.has_rank(files.world.rank)
-        self._steps = 0  # of this process
-        self._failed = 0  # allocations of which there is a snapshot
-        self._is_asked = False
+        self._steps = 0  # steps of this process
+        self._failed = 0  # snapshots of failed allocations
+        self._is_requested = False  # by the signal REQUEST
         self._before: Any = None  # the handler of REQUEST
         self._profiler: profile | None = None
         self._batch = 0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin the history, and listen."""
+        """Start the history, and set the signal handler."""
         self._files.tidy()
         self._batch = trainer.batch
         if not self._is_chosen:
@@ -334,18 +345,18 @@ class MemorySnapshots(Callback):
             record_memory(self._config.memory_snapshot_entries)
             on_out_of_memory(self._allocation_failed)
         if REQUEST is not None and REQUEST != STACKS:
-            self._before = signal.signal(REQUEST, self._ask)
+            self._before = signal.signal(REQUEST, self._request)
         self._before_step(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
-        """Write one, where it was asked for."""
+        """Write a snapshot if it is due or was requested."""
         self._steps += 1
         self._batch = trainer.batch
         is_due = self._steps == self._config.memory_snapshot_step
         if not self._is_chosen:
             return
-        if self._on_device and (is_due or self._is_asked):
-            self._is_asked = False
+        if self._on_device and (is_due or self._is_requested):
+            self._is_requested = False
             self._write(trainer, memory_history())
         elif self._profiler is not None:
             profiler = self._stop()
@@ -361,17 +372,17 @@ class MemorySnapshots(Callback):
             self._before = None
         if self._on_device and self._is_chosen:
             record_memory(None)
-            self._is_chosen = False  # an observer cannot be removed
+            self._is_chosen = False  # PyTorch cannot remove the out-of-memory observer
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._is_asked = True
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self._is_requested = True
 
     def _before_step(self, trainer: Trainer) -> None:
-        """On a CPU: profile the next step, if that is the one."""
+        """On a CPU, start to profile the next step if its snapshot is due or requested."""
         is_due = self._steps + 1 == self._config.memory_snapshot_step
-        if self._on_device or trainer.done or not (is_due or self._is_asked):
+        if self._on_device or trainer.done or not (is_due or self._is_requested):
             return
-        self._is_asked = False
+        self._is_requested = False
         try:
             self._profiler = start_profiler(
                 trainer.world.device, profile_memory=True, record_shapes=True, with_stack=True
@@ -391,7 +402,7 @@ class MemorySnapshots(Callback):
         self._files.report(trainer.tracker.note, self._keep(name, snapshot))
 
     def _keep(self, name: str, snapshot: dict[str, Any]) -> str:
-        """Write a snapshot; what to report of it."""
+        """Write a snapshot, and return a line to report."""
         in_use, history = contents(snapshot)
         if not in_use and not history:
             return f"profile.memory_snapshot: {name} would be empty: PyTorch has kept no history"
@@ -401,8 +412,8 @@ class MemorySnapshots(Callback):
             f" {self._files.folder / name} (open it at https://pytorch.org/memory_viz)"
         )
 
-    def _allocation_failed(self, device: int, asked: int, allowed: int, free: int) -> None:
-        """The allocator calls it before the error is raised, while all that it holds is there."""
+    def _allocation_failed(self, device: int, requested: int, allowed: int, free: int) -> None:
+        """Write a snapshot. PyTorch's allocator calls this before it raises the error."""
         global _newest
         if not self._is_chosen or self._failed == _MOST:
             return
@@ -411,9 +422,9 @@ class MemorySnapshots(Callback):
         name = self._files.name(f"memory-out-{self._failed}", step, ".pickle")
         try:
             line = self._keep(name, memory_history())
-        except Exception as error:  # not instead of the error that follows
+        except Exception as error:  # must not replace the out-of-memory error
             line = f"profile.memory_snapshot: none of step {step}: {one_line(error)}"
         if (self._files.folder / name).exists():
             _newest = self._files.folder / name
-        size = f"{asked / 2**20:,.0f} MiB"
+        size = f"{requested / 2**20:,.0f} MiB"
         print(f"out of memory in step {step}: {size} asked for; {line}", file=sys.stderr)
