@@ -1,16 +1,15 @@
-"""A run at a URL, and the folder of this machine in which it works, or is read.
+"""Storage of a run in an object store (URL), with a working copy on each machine.
 
-`open_run.py` opens one, for a recipe's `save_folder` or for what a script is to read.
+`open_run.py` opens it, for a recipe's `save_folder` or for a script that reads a run.
 
-Saving: no process sees what another has written. Each writes its files on its own machine's disk
-and sends them itself; the main process writes the marker once all have reported that theirs are
-there.
+Saving: each rank writes its files to the disk of its machine and uploads them. Rank 0 uploads the
+marker COMMIT when all ranks have reported that their files are in the store.
 
-Reading: the main process lists the checkpoint's files once and reads the small ones,
-which all machines get from it. Where one machine has all of a run's processes, they fetch the
-tensors together, each other files; where there are more, every process reads from the store the
-files that it verifies and the tensors that it loads, and no machine has to hold all of it, but for
-what it has kept by `save_local_copies`.
+Reading: rank 0 lists the files of a checkpoint once and reads the small files, which it sends to
+all machines. With all ranks on one machine, the ranks download the tensor files together, each a
+part of them. With several machines, each rank reads the files that it verifies and the tensors that
+it loads from the store, so no machine needs space for the complete checkpoint. Files in local
+copies (`save_local_copies`) are not downloaded.
 """
 
 from __future__ import annotations
@@ -57,22 +56,22 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_write
 
-_NAME_CHARS = 40  # of a run's name in its folder's
-_SENDING = 4  # files of a process that are sent at a time; each in several requests
-_READING = 8  # threads of a process that read
-_FORGOTTEN_S = 86_400.0  # a checkpoint that was only read is kept for a day after its last use
+_NAME_CHARS = 40  # characters of the run's name in the name of its folder
+_SENDING = 4  # parallel uploads of a rank; each uses several requests
+_READING = 8  # threads of a rank that read
+_FORGOTTEN_S = 86_400.0  # time after which a downloaded checkpoint is deleted if it is not used
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether a recipe's text names an address, rather than a file or a folder."""
+    """Return whether a location in a recipe is a URL."""
     return "://" in str(place)
 
 
 def open_run(url: str, options: FetchOptions, *, below: Path, key: str) -> ObjectStorage:
-    """The run at a URL, which works in a folder of its own `below`.
+    """Open the run at a URL, with a working copy in a separate folder below `below`.
 
     Raises:
-        UserError: the URL's protocol is not known, or its package or a setting is missing.
+        UserError: the URL's protocol is unknown, or its package or a setting is missing.
     """
     store = Store(url, options, key=key)
     name = store.url.rpartition("/")[2][:_NAME_CHARS] or "run"
@@ -84,11 +83,11 @@ def open_run(url: str, options: FetchOptions, *, below: Path, key: str) -> Objec
 def find_run(
     url: str, key: str, *, options: FetchOptions | None = None
 ) -> ObjectStorage | Checkpoint:
-    """What is at a URL, to be read: a run, or one checkpoint.
+    """Open the run or checkpoint at a URL for reading.
 
     Args:
         url: such as s3://bucket/runs/mine, or s3://bucket/runs/mine/checkpoints/ba0000100.
-        key: the recipe's.
+        key: of the recipe, for error messages.
         options: of requests to the store; None: from the environment.
     """
     options = options or FetchOptions()
@@ -102,30 +101,30 @@ def find_run(
 
 
 class ObjectStorage(Storage):
-    """An object store, and a folder of each machine in which files are written before sending.
+    """Storage in an object store, with a working copy in a folder of each machine.
 
     Attributes:
-        store: its URL.
-        folder: the working copy.
-        local_copies: checkpoints that stay on each machine's disk.
-        before_commit: called on the main process before a checkpoint counts; raises where it may
-            not.
+        store: client of the store.
+        folder: working copy.
+        local_copies: number of checkpoints that remain on each machine's disk.
+        before_commit: called on rank 0 before a checkpoint is marked as complete; raises if this
+            process no longer owns the run.
     """
 
     def __init__(self, store: Store, folder: Path) -> None:
-        """No request is sent yet."""
+        """Create the storage without a request to the store."""
         super().__init__(folder)
         self.store, self.place, self.local_copies = store, store.url, 0
         self.before_commit: Callable[[], None] = lambda: None
-        self._sizes: dict[str, int] = {}  # bytes of files in the store, as far as they are known
-        self._committed: dict[str, bool] = {}  # by a checkpoint's name: whether it has a marker
+        self._sizes: dict[str, int] = {}  # known sizes of files in the store
+        self._committed: dict[str, bool] = {}  # whether a checkpoint has a marker, by name
 
     def name(self, path: Path) -> str:
-        """A file's name in the store."""
+        """Return the name of a file in the store."""
         return path.relative_to(self.folder).as_posix()
 
     def identity(self) -> str:
-        """What distinguishes this folder from that of any other machine, container or user."""
+        """Return an identifier of this folder that no other machine, container or user has."""
         status = self.folder.stat()
         return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
 
@@ -136,7 +135,10 @@ class ObjectStorage(Storage):
         return self.store.size(self.name(folder / COMMIT)) is not None
 
     def _look_up(self, folder: Path) -> Callable[[str], int | None] | str:
-        """Fetch all files but the tensors; the sizes of all that the store has.
+        """Download the small files of a checkpoint, and return a function from file name to size.
+
+        Returns:
+            NO_COMMIT if the checkpoint has no marker.
 
         Raises:
             UserError: the store cannot be read.
@@ -154,27 +156,31 @@ class ObjectStorage(Storage):
         return sizes.get
 
     def fetch(self, folder: Path, sizes: Mapping[str, int], world: World) -> None:
-        """Put what is needed of a checkpoint on this machine's disk; every process calls it.
+        """Download the needed files of a checkpoint to this machine; collective.
 
         Args:
-            folder: the checkpoint's, with its small files on the main process.
-            sizes: bytes of the files that are needed.
-            world: this process.
+            folder: of the checkpoint; on rank 0 it contains the small files.
+            sizes: sizes in bytes of the needed files.
+            world: this rank.
 
         Raises:
-            UserError: the store does not give it.
+            UserError: a download fails.
         """
         self._sizes |= {self.name(folder / file): size for file, size in sizes.items()}
         self._share_small_files(folder, sizes, world)
+
+        # with several machines, tensors are read from the store when they are needed
         tensors = sorted(name for name in sizes if holds_tensors(name))
-        lacking = [name for name in tensors if not _is_here(folder / name, sizes[name])]
+        missing = [name for name in tensors if not _is_here(folder / name, sizes[name])]
         if world.size != local_size():
             return
-        on_all_ranks(world, lambda: None)  # all have looked before one of them fetches
+
+        # with one machine, the ranks download a part of the files each
+        on_all_ranks(world, lambda: None)  # no download before all ranks have listed the files
 
         def download() -> None:
             with self._reported(folder):
-                for name in lacking[world.local_rank :: world.size]:
+                for name in missing[world.local_rank :: world.size]:
                     self.store.download(self.name(folder / name), folder / name, sizes[name])
 
         def all_done(done: bool) -> bool:
@@ -183,7 +189,7 @@ class ObjectStorage(Storage):
         on_all_ranks(world, with_keepalive(download, all_done, world.timeout))
 
     def _share_small_files(self, folder: Path, sizes: Mapping[str, int], world: World) -> None:
-        """Give the small files that the main process has to every other machine."""
+        """Send rank 0's small files of a checkpoint to all other machines."""
         if world.size == local_size():
             return
         names = [COMMIT, *(name for name in sizes if not holds_tensors(name))]
@@ -202,7 +208,7 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def _reported(self, folder: Path) -> Iterator[None]:
-        """What goes wrong on one machine, as a line that all get."""
+        """Convert errors of one rank in the block to a UserError, which all ranks raise."""
         try:
             yield
         except OSError as error:
@@ -215,12 +221,12 @@ class ObjectStorage(Storage):
             ) from error
 
     def drop_copies(self, folder: Path, names: Iterable[str]) -> bool:  # noqa: D102
-        found = False
+        dropped = False
         for name in names:
             with suppress(FileNotFoundError):
                 (folder / name).unlink()
-                found = True
-        return found
+                dropped = True
+        return dropped
 
     def open(self, path: Path) -> IO[bytes]:  # noqa: D102
         if path.is_file():
@@ -232,7 +238,7 @@ class ObjectStorage(Storage):
         return self.store.open(name, size)
 
     def reading_threads(self, cores: int) -> int:
-        """Several, whatever the cores: a store is waited for."""
+        """Return the number of reading threads, which mostly wait for the store."""
         return _READING
 
     def lock(self, folder: Path) -> bool:  # noqa: D102
@@ -248,33 +254,36 @@ class ObjectStorage(Storage):
         mailbox.run(make)
 
     def commit(self, folder: Path, written: FileSums, mailbox: Mailbox) -> int:  # noqa: D102
-        own = mailbox.run(
+        # checksums of this rank's files; rank 0 adds the small files
+        local_sums = mailbox.run(
             lambda: written | (sums_of_small_files(folder) if mailbox.is_main else {})
         )
-        every = mailbox.gather(own)
-        mailbox.run_long(lambda: self._send(folder, own))
-        n_bytes = mailbox.run(lambda: self._mark(folder, every), only_main=True)
+        all_sums = mailbox.gather(local_sums)
+
+        # upload all files, then the marker
+        mailbox.run_long(lambda: self._send(folder, local_sums))
+        n_bytes = mailbox.run(lambda: self._mark(folder, all_sums), only_main=True)
         self._keep_copies(folder, mailbox)
         return n_bytes or 0
 
-    def _send(self, folder: Path, own: Iterable[str]) -> None:
-        """This process's own files, several at a time."""
+    def _send(self, folder: Path, names: Iterable[str]) -> None:
+        """Upload this rank's files, several in parallel."""
         with ThreadPoolExecutor(_SENDING, thread_name_prefix="send") as pool:
-            files = [folder / name for name in own]
-            sent = [pool.submit(self.store.upload, self.name(f), f) for f in files]
-            for future in sent:
+            files = [folder / name for name in names]
+            uploads = [pool.submit(self.store.upload, self.name(file), file) for file in files]
+            for future in uploads:
                 future.result()
 
-    def _mark(self, folder: Path, every: list[FileSums]) -> int:
-        """Write the marker, last of all, if the run is still this process's; bytes of all files."""
+    def _mark(self, folder: Path, all_sums: list[FileSums]) -> int:
+        """Upload the marker as the last file, and return the bytes of all files."""
         self.before_commit()
-        n_bytes = write_commit(folder, every)
+        n_bytes = write_commit(folder, all_sums)
         self.store.upload(self.name(folder / COMMIT), folder / COMMIT)
         self._committed[folder.name] = True
         return n_bytes
 
     def _keep_copies(self, folder: Path, mailbox: Mailbox) -> None:
-        """Leave on this machine's disk the newest few checkpoints, of what it has written."""
+        """Delete this machine's local copies except for the newest `local_copies`."""
         if self.local_copies:
             marker = (folder / COMMIT).read_bytes() if mailbox.is_main else b""
             marker = mailbox.scatter([marker] * mailbox.world.size)
@@ -282,20 +291,20 @@ class ObjectStorage(Storage):
             return
         with suppress(OSError):
             if self.local_copies and not mailbox.is_main:
-                atomic_write(folder / COMMIT, marker)  # without it a resume trusts no file here
-            here = sorted((f for f in folder.parent.iterdir() if f.is_dir()), reverse=True)
-            for old in here[self.local_copies :]:
+                atomic_write(folder / COMMIT, marker)  # a resume only uses copies with a marker
+            copies = sorted((f for f in folder.parent.iterdir() if f.is_dir()), reverse=True)
+            for old in copies[self.local_copies :]:
                 shutil.rmtree(old, ignore_errors=True)
 
     def discard(self, folder: Path, world: World) -> None:  # noqa: D102
         if not world.local_rank:
             shutil.rmtree(folder, ignore_errors=True)
-        if world.is_main and not self._committed.get(folder.name):  # else it does count
-            with suppress(UserError):  # the next save, or the next start, removes it
+        if world.is_main and not self._committed.get(folder.name):
+            with suppress(UserError):  # otherwise the next save or start removes it
                 self._remove(folder.name)
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether the store has a checkpoint's marker, which is uploaded last."""
+        """Return whether the store has the marker of a checkpoint, which is uploaded last."""
         if folder.name not in self._committed:
             self._committed[folder.name] = self.has_commit(folder)
         return self._committed[folder.name]
@@ -324,13 +333,15 @@ class ObjectStorage(Storage):
 
     def newest(self) -> str | None:  # noqa: D102
         try:
-            found = next(filter(self.has_commit, self.checkpoints()), None)
-        except UserError:  # the store is what failed; what this process has saved, it knows
-            return max((name for name, there in self._committed.items() if there), default=None)
-        return None if found is None else found.name
+            newest = next(filter(self.has_commit, self.checkpoints()), None)
+        except UserError:  # the store failed: use what this process has saved
+            return max(
+                (name for name, is_there in self._committed.items() if is_there), default=None
+            )
+        return None if newest is None else newest.name
 
     def _remove(self, name: str) -> None:
-        """Remove a checkpoint, or what there is of one: its marker first."""
+        """Delete the files of a checkpoint, beginning with its marker."""
         files = self.store.files(f"{CHECKPOINTS}/{name}")
         marker = f"{CHECKPOINTS}/{name}/{COMMIT}"
         if marker in files:
@@ -340,7 +351,7 @@ class ObjectStorage(Storage):
 
 
 def _begin_copy(folder: Path, marker: bytes) -> None:
-    """Make a folder that holds files of this very checkpoint, and none of an earlier one."""
+    """Create the local folder of a checkpoint, and delete files of another checkpoint in it."""
     with suppress(OSError):
         if (folder / COMMIT).read_bytes() == marker:
             os.utime(folder)
@@ -353,7 +364,7 @@ def _begin_copy(folder: Path, marker: bytes) -> None:
 
 
 def _is_here(path: Path, size: int) -> bool:
-    """Whether a file lies on this disk in full; one of another size is removed."""
+    """Return whether a file on this disk is complete; delete it if its size differs."""
     try:
         if path.stat().st_size == size:
             return True

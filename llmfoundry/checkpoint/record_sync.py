@@ -35,13 +35,13 @@ from llmfoundry.files import parse_json
 
 
 def read_record(run: Storage, world: World, note: Callable[[str], None]) -> None:
-    """Fetch what was recorded of a run, where it is at a URL."""
+    """Download the record of a run at a URL; does nothing for a local run."""
 
     def fetch() -> None:
         assert isinstance(run, ObjectStorage)
         try:
             pull(run, only=READ)
-        except UserError as error:  # a folder of checkpoints alone, perhaps
+        except UserError as error:  # maybe a folder with checkpoints only
             note(f"continuing without the run's record: {one_line(error)}")
 
     if isinstance(run, ObjectStorage):
@@ -49,7 +49,7 @@ def read_record(run: Storage, world: World, note: Callable[[str], None]) -> None
 
 
 def send_files(run: Storage, folder: Path, warn: Callable[[str], None]) -> None:
-    """Send what was written into a run's folder by a script that only read it, if it has a URL."""
+    """Upload the files that a script has written into the working copy of a run at a URL."""
     if not isinstance(run, ObjectStorage) or not folder.is_relative_to(run.folder):
         return
     try:
@@ -60,58 +60,58 @@ def send_files(run: Storage, folder: Path, warn: Callable[[str], None]) -> None:
 
 
 _EVERY_S = 30.0
-_REST = 10  # times as long as sending took
+_REST = 10  # pause between two uploads, in units of the last upload's duration
 _THREADS = 8
 READ = ("recipe.yaml", "metrics.jsonl", "run.json", "report.html", "events.jsonl", "eval")
-"""What of a record other scripts look at."""
+"""Files and folders of a record that other scripts read."""
 
 
 class RecordSync:
-    """Keeps a store's files as those of a working copy."""
+    """Background thread that uploads changes of a working copy to its store."""
 
     def __init__(self, run: ObjectStorage, lease: Lease, warn: Callable[[str], None]) -> None:
-        """Nothing is sent yet; `warn` reports a store that fails."""
+        """Create the sync without starting it; `warn` reports errors of the store."""
         self._run, self._lease, self._warn = run, lease, warn
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change, by name
+        self._sent: dict[str, tuple[int, int]] = {}  # size and modification time, by name
         self._one = threading.Lock()
         self._ended = threading.Event()
         self._is_away = False
         self._thread = threading.Thread(target=self._work, name="record sync", daemon=True)
 
     def begin(self) -> None:
-        """Make the working copy what the store has, and follow it from then on.
+        """Download the record, and upload changes from now on.
 
-        What was written beside the run meanwhile stays, and is sent.
+        Events of this machine that the store lacks are kept and uploaded.
 
         Raises:
             UserError: the store cannot be read.
         """
-        beside = LocalEvents(self._run.folder)
+        local_events = LocalEvents(self._run.folder)
         names = pull(self._run, spare=FOLDERS)
         self._sent = {name: stamp for name, stamp in self._changed({}) if name in names}
-        beside.put_back()
+        local_events.put_back()
         self._thread.start()
 
     def push(self) -> None:
-        """Send what has changed, and remove what is gone.
+        """Upload changed files, and delete missing files from the store.
 
         Raises:
-            UserError: the store does not take it.
+            UserError: an upload fails.
         """
         with self._one:
-            now = dict(self._changed({}))
-            gone = [name for name in self._sent if name not in now]
-            for name, stamp in now.items():
+            current = dict(self._changed({}))
+            deleted = [name for name in self._sent if name not in current]
+            for name, stamp in current.items():
                 if self._sent.get(name) != stamp:
-                    with suppress(FileNotFoundError):  # removed meanwhile
+                    with suppress(FileNotFoundError):  # deleted in between
                         self._run.store.upload(name, self._run.folder / name)
                         self._sent[name] = stamp
-            self._run.store.delete(gone)
-            for name in gone:
+            self._run.store.delete(deleted)
+            for name in deleted:
                 del self._sent[name]
 
     def close(self) -> None:
-        """Send the rest; a warning where the store does not take it."""
+        """Upload the remaining changes; warn if that fails."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -150,16 +150,17 @@ class RecordSync:
 def pull(
     run: ObjectStorage, *, only: tuple[str, ...] | None = None, spare: tuple[str, ...] = ()
 ) -> set[str]:
-    """Make a working copy's record what the store has; the names of its files.
+    """Download the record of a run to its working copy, and return the names of its files.
 
     Args:
         run: at a URL.
-        only: files and folders of these names; None: all.
-        spare: folders of which nothing is removed.
+        only: names of files and folders; None: all.
+        spare: folders in which no file is deleted.
 
     Raises:
         UserError: the store cannot be read.
     """
+    # delete local files that the store does not have
     listed = run.store.files(skip=(CHECKPOINTS,))
     wanted = {
         name: size
@@ -169,6 +170,8 @@ def pull(
     for name, path in list(_record_files(run.folder)):
         if name not in wanted and name.partition("/")[0] not in spare:
             path.unlink(missing_ok=True)
+
+    # download in parallel
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="pull") as pool:
         for future in [
             pool.submit(run.store.download, name, run.folder / name, size)
@@ -179,7 +182,7 @@ def pull(
 
 
 def _record_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """A record's files, by name; nothing that is being written, and no checkpoint."""
+    """Yield (name, path) of a record's files, without partial files and checkpoints."""
     for at, folders, files in os.walk(folder):
         if Path(at) == folder:
             folders[:] = [name for name in folders if name != CHECKPOINTS]
@@ -192,19 +195,19 @@ def _record_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 class LocalEvents:
-    """Events of a working copy that its store may lack."""
+    """Events in a working copy that its store may lack."""
 
     def __init__(self, folder: Path) -> None:
-        """As it is before the record is fetched."""
+        """Read the events before the record is downloaded."""
         self._folder = folder
         self._first = _lines(folder / "metrics.jsonl")[:1]
         self._events = _lines(folder / EVENTS)
 
     def put_back(self) -> None:
-        """Keep it, once the record is fetched, if it is of the same run.
+        """Append the missing events to the downloaded record, if they are of the same run.
 
-        It is where the metrics begin with the same line, which has its time. Of a run that has none
-        yet, what its supervisor has written since it began is its own.
+        The run is the same if the metrics begin with the same line, which contains its time. For a
+        run without metrics, the events since the start of its supervisor belong to it.
 
         Raises:
             OSError: the events cannot be written.
@@ -214,16 +217,16 @@ class LocalEvents:
             for name in FOLDERS:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
             return
-        mine = self._events if is_same else _of_supervisor(self._events)
-        there = set(_lines(self._folder / EVENTS))
-        lost = [line for line in mine if line not in there]
-        if lost:
+        local_events = self._events if is_same else _of_supervisor(self._events)
+        existing = set(_lines(self._folder / EVENTS))
+        missing = [line for line in local_events if line not in existing]
+        if missing:
             with (self._folder / EVENTS).open("ab") as file:
-                file.write(b"\n".join(lost) + b"\n")
+                file.write(b"\n".join(missing) + b"\n")
 
 
 def _of_supervisor(lines: list[bytes]) -> list[bytes]:
-    """The lines since a supervisor's first start; of one that continues after a requeue all."""
+    """Return the lines since the supervisor's first attempt; all lines after a requeue."""
     for index in range(len(lines) - 1, -1, -1):
         event = parse_json(lines[index])
         if event.get("kind") == "start" and event.get("attempt") == 1:
@@ -232,10 +235,10 @@ def _of_supervisor(lines: list[bytes]) -> list[bytes]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The complete lines of a file of JSON objects."""
-    found = []
+    """Return the valid lines of a file of JSON objects."""
+    lines = []
     with suppress(OSError):
         for line in path.read_bytes().split(b"\n"):
             with suppress(ValueError):
-                found += [line] if isinstance(parse_json(line), dict) else []
-    return found
+                lines += [line] if isinstance(parse_json(line), dict) else []
+    return lines

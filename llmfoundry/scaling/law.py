@@ -1,10 +1,10 @@
-"""The parametric law of the loss, L(N, D) = E + A / N^alpha + B / D^beta, fitted to runs.
+"""Fit the parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta to runs.
 
-Hoffmann et al., 2022 (arXiv 2203.15556), approach 3, with their objective: Huber's loss of the
-residuals of log L, delta 1e-3. The one idea is variable projection (Golub and Pereyra, 1973): with
-both exponents given the other three coefficients are a linear problem, so that a search over two
-numbers finds where Hoffmann's search over five may stop early (Besiroglu et al., 2024, arXiv
-2404.10102). `analysis.py` calls it; numpy alone.
+Approach 3 of Hoffmann et al., 2022 (arXiv 2203.15556) with their objective, the Huber loss of the
+residuals of log L with delta 1e-3. The fit uses variable projection (Golub and Pereyra, 1973): for
+fixed exponents, the three coefficients are a linear problem. A search over two numbers is
+therefore enough, while Hoffmann's search over five numbers may stop early (Besiroglu et al., 2024,
+arXiv 2404.10102). Used by `analysis.py`; requires only numpy.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 DELTA = 1e-3
-"""Residual of log L from which on Huber's loss grows linearly (Hoffmann et al., 2022, D.2)."""
+"""Residual of log L above which the Huber loss is linear (Hoffmann et al., 2022, D.2)."""
 LEAST_EXPONENT, MOST_EXPONENT = 0.02, 2.0
-# Cells of the first search; searches around its best; cells there.
+# cells of the first grid search; number of refined searches; their cells on each side
 _START, _ZOOMS, _REACH = 32, 6, 4
-_STEPS = 200  # of the refinement at most
-_NEGLIGIBLE = 1e-9  # share of the loss below which a term, in the middle of the runs, is rounding
-_SUBSETS = [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]  # of E, A, B: which are not zero
-LEAST_POINTS = 5  # as many as there are constants
-_USUAL = 0.34, 0.28  # exponents at which a grid is judged before there is a law (Hoffmann et al.)
-_VISIBLE = 1e-4  # share of the loss below which runs do not tell two laws apart
-_OTHERWISE = 1.5  # factor of an exponent that is tried beside the fitted one
+_STEPS = 200  # maximum steps of the refinement
+_NEGLIGIBLE = 1e-9  # share of the loss below which a term is set to zero
+_SUBSETS = [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]  # nonzero coefficients of E, A, B
+LEAST_POINTS = 5  # number of constants
+_USUAL = 0.34, 0.28  # exponents to judge a grid before there is a law (Hoffmann et al.)
+_VISIBLE = 1e-4  # share of the loss below which runs do not distinguish two laws
+_OTHERWISE = 1.5  # factor for the alternative exponents of `uncertain`
 
 
 @dataclass(frozen=True)
 class Law:
-    """Constants of a law; the loss is in nats a token, as what it was fitted to.
+    """Constants of a law. The loss is in nats per token, like the fitted losses.
 
     Attributes:
-        e: the loss of infinite size and data.
-        a: of size.
-        b: of data.
+        e: loss for infinite size and data.
+        a: coefficient of size.
+        b: coefficient of data.
         alpha: exponent of size.
         beta: exponent of data.
     """
@@ -51,12 +51,12 @@ class Law:
     beta: float
 
     def loss(self, n: float | Array, d: float | Array) -> Array:
-        """Of `n` parameters after `d` tokens."""
+        """Return the loss of `n` parameters after `d` tokens."""
         size, data = np.asarray(n, dtype=float), np.asarray(d, dtype=float)
         return np.asarray(self.e + self.a * size**-self.alpha + self.b * data**-self.beta)
 
     def best_size(self, flops: float | Array, cost: TokenCost) -> Array:
-        """Parameters with which `flops` give the least loss.
+        """Return the number of parameters with which `flops` give the smallest loss.
 
         With D = C / (k N^g) the derivative over N is zero at N^(alpha + g beta) = alpha A / (g
         beta B) (C / k)^beta (Hoffmann et al., 2022, equation 4, has k = 6 and g = 1).
@@ -67,8 +67,8 @@ class Law:
         return np.asarray((ratio * spent**self.beta) ** (1 / power))
 
     def flops_for(self, loss: float, cost: TokenCost) -> float:
-        """Compute with which the best size reaches a loss; infinite where none does."""
-        low, high = 0.0, 80.0  # of log10
+        """Return the compute with which the best size reaches a loss; infinite: never."""
+        low, high = 0.0, 80.0  # bisection over log10 of the compute
         if loss <= self.e:
             return float("inf")
         for _ in range(100):
@@ -79,11 +79,11 @@ class Law:
 
     @property
     def has_optimum(self) -> bool:
-        """Whether both size and data matter, so that one is traded for the other."""
+        """Whether the loss depends on both size and data, so that a best size exists."""
         return self.a > 0 and self.b > 0
 
     def best(self, flops: float, cost: TokenCost) -> tuple[float, float, float]:
-        """Size, tokens and loss of a budget; NaN where there is no optimum."""
+        """Return the best size and tokens for a budget, and their loss; NaN without an optimum."""
         if not self.has_optimum:
             return math.nan, math.nan, math.nan
         n = float(self.best_size(flops, cost))
@@ -91,54 +91,59 @@ class Law:
         return n, d, float(self.loss(n, d))
 
     def size_exponent(self, cost: TokenCost) -> float:
-        """The power of compute with which the best size grows; NaN where there is none."""
+        """Return the exponent of the best size over compute; NaN without an optimum."""
         return self.beta / (self.alpha + cost.growth * self.beta) if self.has_optimum else math.nan
 
     def uncertain(self, n: Array, d: Array, loss: Array) -> dict[str, float]:
-        """Exponents, each with another value with which the law fits the runs as well.
+        """Return exponents that the runs do not determine, each with an alternative value.
 
-        Of each exponent 1.5 times and 1/1.5 of it are tried, with all other constants fitted to
-        it. As well is within the runs' own scatter (an F ratio of 1), or 1e-4 of the loss.
+        For each exponent, 1.5 times and 1/1.5 of its value are tried, with all other constants
+        fitted again. An alternative fits equally well if its error is within the scatter of the
+        runs (an F ratio of 1), or within 1e-4 of the loss.
         """
         x, y = (np.log(values) - np.mean(np.log(values)) for values in (n, d))
         free = np.log([LEAST_EXPONENT, MOST_EXPONENT])
         least = _squares(x, y, loss, [free, free])
         limit = least + max(len(n) * _VISIBLE**2, least / max(1, len(n) - LEAST_POINTS))
-        found = dict[str, float]()
-        for place, key in enumerate(("alpha", "beta")):
+        alternatives = dict[str, float]()
+        for index, key in enumerate(("alpha", "beta")):
             for factor in (_OTHERWISE, 1 / _OTHERWISE):
                 value = getattr(self, key) * factor
                 ranges = [free, free]
-                ranges[place] = np.log([value, value])
+                ranges[index] = np.log([value, value])
                 if _squares(x, y, loss, ranges) <= limit:
-                    found.setdefault(key, value)
-        return found
+                    alternatives.setdefault(key, value)
+        return alternatives
 
     @property
     def at_edge(self) -> list[str]:
-        """Exponents at an end of the search: the runs do not determine them."""
+        """Exponents at a limit of the search, which the runs do not determine."""
         low, high = 1.001 * LEAST_EXPONENT, MOST_EXPONENT / 1.001
-        used = {"alpha": self.a, "beta": self.b}
-        return [key for key, of in used.items() if of > 0 and not low < getattr(self, key) < high]
+        coefficients = {"alpha": self.a, "beta": self.b}
+        return [
+            key
+            for key, coefficient in coefficients.items()
+            if coefficient > 0 and not low < getattr(self, key) < high
+        ]
 
 
 @dataclass(frozen=True)
 class TokenCost:
-    """FLOPs of a token as a function of size, factor N^growth: of large models 6 N.
+    """FLOPs per token as a function of size, factor N^growth; 6 N for large models.
 
-    Small ones spend more on the head and on attention, which `counted` takes from the points.
+    Small models spend a larger share on the head and on attention, so `counted` fits the runs.
     """
 
     factor: float = 6.0
     growth: float = 1.0
 
     def tokens(self, flops: float | Array, n: float | Array) -> Array:
-        """Tokens that `flops` train a model of `n` parameters on."""
+        """Return the number of tokens for a budget and a size."""
         return np.asarray(np.asarray(flops, float) / (self.factor * np.asarray(n) ** self.growth))
 
     @classmethod
     def counted(cls, n: Array, flops_per_token: Array) -> TokenCost:
-        """The line through the logarithms of points; of one size alone proportional to it."""
+        """Fit the logarithms of the runs' FLOPs per token; proportional to N for a single size."""
         if np.ptp(np.log(n)) < 1e-9:
             return cls(float(np.mean(flops_per_token / n)))
         growth, factor = np.polyfit(np.log(n), np.log(flops_per_token), 1)
@@ -146,7 +151,8 @@ class TokenCost:
 
 
 def fit_law(n: Array, d: Array, loss: Array) -> Law:
-    """The law with the least of Huber's loss on log L, where `search` starts."""
+    """Fit a law by the Huber loss of log L, starting from a grid search."""
+    # centered logarithms, so that coefficients have the scale of the loss
     centers = float(np.mean(np.log(n))), float(np.mean(np.log(d)))
     x, y = np.log(n) - centers[0], np.log(d) - centers[1]
     coefficients, exponents = _search(x, y, loss)
@@ -158,11 +164,10 @@ def fit_law(n: Array, d: Array, loss: Array) -> Law:
 
 
 def determines_law(n: Array, d: Array) -> bool:
-    """Whether runs of these sizes and tokens, with exact losses, have one law alone.
+    """Return whether exact losses of runs with these sizes and tokens determine a unique law.
 
-    The derivatives of the loss by the five constants must be of full rank over the runs. Two sizes,
-    or two numbers of tokens, never are, however many runs there are; nor are tokens in one
-    proportion to the size.
+    The derivatives of the loss by the five constants must have full rank over the runs. Two sizes
+    or two numbers of tokens are never enough, and neither are tokens proportional to the size.
     """
     x, y = np.log(n) - np.mean(np.log(n)), np.log(d) - np.mean(np.log(d))
     size, data = np.exp(-_USUAL[0] * x), np.exp(-_USUAL[1] * y)
@@ -173,7 +178,7 @@ def determines_law(n: Array, d: Array) -> bool:
 
 
 def _squares(x: Array, y: Array, loss: Array, ranges: Sequence[Array]) -> float:
-    """The least squared relative error with exponents within ranges of their logarithms."""
+    """Return the smallest squared relative error with exponents within ranges (logarithms)."""
     coefficients, (alpha, beta) = _search(x, y, loss, ranges)
     terms = np.stack([np.ones_like(x), np.exp(-alpha * x), np.exp(-beta * y)], axis=1)
     return float(((terms @ coefficients / loss - 1) ** 2).sum())
@@ -182,43 +187,47 @@ def _squares(x: Array, y: Array, loss: Array, ranges: Sequence[Array]) -> float:
 def _search(
     x: Array, y: Array, loss: Array, ranges: Sequence[Array] | None = None
 ) -> tuple[Array, Array]:
-    """The least squared relative error over both exponents, then closer and closer around it.
+    """Search the exponents with the smallest squared relative error on successively finer grids.
 
     Args:
-        x: logarithms of the sizes.
-        y: logarithms of the tokens.
+        x: centered logarithms of the sizes.
+        y: centered logarithms of the tokens.
         loss: of the runs.
-        ranges: ends of the logarithm of each exponent; None: all that are searched.
+        ranges: limits of the logarithm of each exponent; None: the full range.
+
+    Returns:
+        The coefficients E, A, B, and the exponents.
     """
     ends = ranges or [np.log([LEAST_EXPONENT, MOST_EXPONENT])] * 2
     axes = [np.linspace(low, high, _START if high > low else 1) for low, high in ends]
     for _ in range(_ZOOMS + 1):
         pairs = np.exp(np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 2))
-        found, errors = _project(x, y, loss, pairs)
+        coefficients, errors = _project(x, y, loss, pairs)
         best = int(np.argmin(errors))
-        for place, center in enumerate(np.log(pairs[best])):
-            if len(axes[place]) > 1:
-                step = axes[place][1] - axes[place][0]
+        # a finer grid around the best pair
+        for index, center in enumerate(np.log(pairs[best])):
+            if len(axes[index]) > 1:
+                step = axes[index][1] - axes[index][0]
                 around = np.linspace(center - step, center + step, 2 * _REACH + 1)
-                axes[place] = np.clip(around, *ends[place])
-    return found[best], pairs[best]
+                axes[index] = np.clip(around, *ends[index])
+    return coefficients[best], pairs[best]
 
 
 def _project(x: Array, y: Array, loss: Array, pairs: Array) -> tuple[Array, Array]:
-    """For each pair of exponents E, A and B >= 0 with the least squares, and these.
+    """Return the non-negative least-squares E, A, B of each pair of exponents, and their errors.
 
-    Three coefficients have seven sets of which the others are zero; the best solution among those
-    without a negative one is the non-negative least squares' (Lawson and Hanson, 1974).
+    Each of the seven subsets of nonzero coefficients is solved. The best solution without a
+    negative coefficient is that of non-negative least squares (Lawson and Hanson, 1974).
     """
     terms = [np.ones((len(pairs), len(x))), np.exp(-pairs[:, :1] * x), np.exp(-pairs[:, 1:] * y)]
     columns = np.stack(terms, axis=-1)
-    columns /= loss[:, None]  # the error is relative: nearly that of log L
+    columns /= loss[:, None]  # relative errors, which approximate those of log L
     best = np.zeros((len(pairs), 3))
-    least = np.full(len(pairs), float(len(x)))  # of nothing: each point is wrong by all of it
+    least = np.full(len(pairs), float(len(x)))  # error of the zero solution
     for subset in _SUBSETS:
         part = columns[..., subset]
         q, r = np.linalg.qr(part)
-        r = r + 1e-13 * np.eye(len(subset))  # columns may be the same: all of one size
+        r = r + 1e-13 * np.eye(len(subset))  # columns are equal if all runs have one size
         solved = np.linalg.solve(r, q.sum(axis=1)[..., None])[..., 0]
         errors = ((np.einsum("pij,pj->pi", part, solved) - 1) ** 2).sum(axis=1)
         better = (solved >= 0).all(axis=1) & (errors < least)
@@ -231,10 +240,10 @@ def _project(x: Array, y: Array, loss: Array, pairs: Array) -> tuple[Array, Arra
 def _refine(
     x: Array, y: Array, loss: Array, coefficients: Array, exponents: Array
 ) -> tuple[Array, Array]:
-    """Levenberg and Marquardt's steps on the logarithms of all that is not zero.
+    """Refine a solution by Levenberg-Marquardt on the logarithms of nonzero constants.
 
-    Huber's loss is least squares with weights min(1, delta / |r|), renewed at each step (Holland
-    and Welsch, 1977).
+    The Huber loss is a least-squares problem with weights min(1, delta / |r|), which are updated in
+    each step (Holland and Welsch, 1977).
     """
     used = np.flatnonzero(coefficients)
     theta = np.log(np.concatenate([np.maximum(coefficients[used], 1e-300), exponents]))
@@ -256,12 +265,12 @@ def _refine(
         curvature = jacobian.T @ (weights[:, None] * jacobian)
         scale = np.diag(np.maximum(np.diag(curvature), 1e-12))
         step = np.linalg.solve(curvature + damping * scale, gradient)
-        tried = theta - np.clip(step, -1, 1)
-        tried[-2:] = np.clip(tried[-2:], np.log(LEAST_EXPONENT), np.log(MOST_EXPONENT))
-        after = evaluate(tried)
+        candidate = theta - np.clip(step, -1, 1)
+        candidate[-2:] = np.clip(candidate[-2:], np.log(LEAST_EXPONENT), np.log(MOST_EXPONENT))
+        after = evaluate(candidate)
         gain = huber(residuals) - huber(after[0])
         if gain >= 0:
-            theta, (residuals, jacobian), damping = tried, after, max(damping / 3, 1e-12)
+            theta, (residuals, jacobian), damping = candidate, after, max(damping / 3, 1e-12)
         else:
             damping *= 4
         if damping > 1e12 or (0 <= gain <= 1e-13 * huber(residuals)):
@@ -272,22 +281,22 @@ def _refine(
 
 
 def huber(residuals: Array) -> float:
-    """Huber's loss of residuals of log L, summed."""
+    """Return the sum of the Huber loss of residuals of log L."""
     size = np.abs(residuals)
     return float(np.where(size <= DELTA, 0.5 * size**2, DELTA * (size - 0.5 * DELTA)).sum())
 
 
 def bootstrap(n: Array, d: Array, loss: Array, *, rounds: int, seed: int = 17) -> list[Law]:
-    """Laws of as many runs drawn with replacement, whose spread is that of the fit.
+    """Fit laws to runs sampled with replacement (bootstrap), whose spread is that of the fit.
 
-    Of 3 x 3 to 6 x 5 made-up runs with noise of 0.3 % its 80 % interval of the loss at twice the
-    largest size and tokens held the true loss in 82 to 87 % of trials; flipping the residuals'
-    signs did in 63 to 70 %.
+    With 3 x 3 to 6 x 5 synthetic runs and 0.3 % noise, the 80 % interval of the loss at twice the
+    largest size and tokens contained the true loss in 82 to 87 % of trials. Flipping the signs of
+    residuals instead gave 63 to 70 %.
     """
     random = np.random.default_rng(seed)
     laws: list[Law] = []
     while len(laws) < rounds:
-        drawn = random.integers(0, len(n), len(n))
-        if len({*n[drawn]}) > 1 and len({*d[drawn]}) > 1:
-            laws.append(fit_law(n[drawn], d[drawn], loss[drawn]))
+        sample = random.integers(0, len(n), len(n))
+        if len({*n[sample]}) > 1 and len({*d[sample]}) > 1:
+            laws.append(fit_law(n[sample], d[sample], loss[sample]))
     return laws
