@@ -1,14 +1,13 @@
-"""`run_bounded`: functions of untrusted input, run in a child process with bounds.
+"""`run_bounded`: run functions of untrusted input in a child process with limits.
 
-A chat template is a program, and a regular expression can take for ever: inspecting them does not
-show how long. The one idea: they run in a process of their own, which the kernel ends when an item
-takes too much CPU time or memory, and which can open nothing: no file, no connection, no other
-process. Its environment is empty. It answers with data of a few known types. Called wherever
-untrusted files are evaluated; the modules that functions need are imported before files can no
-longer be opened.
+A chat template is a program, and a regular expression can run forever. Inspection does not show how
+long they take. They are therefore evaluated in a child process. The kernel kills the child if an
+item needs too much CPU time or memory. The child cannot open files, connections or processes, has
+an empty environment, and returns data of a few known types. The modules that functions need are
+imported before the limits are set.
 
-The child is kept until this process ends, and replaced when it was stopped. On macOS, which limits
-no address space, its memory is read ten times a second instead.
+The child is reused until this process ends, and replaced if it was killed. macOS does not limit the
+address space; there, the child's memory is checked ten times a second.
 """
 
 from __future__ import annotations
@@ -38,31 +37,32 @@ from typing import Any, BinaryIO
 from llmfoundry.errors import UserError
 
 CPU_SECONDS, CPU_SECONDS_PER_MB = 2.0, 10.0
-"""For an item, and more for each MB of it: a slow tokenizer takes one second for that."""
+"""CPU time limit of an item: a constant, plus a time per MB. A slow tokenizer takes 1 s per MB."""
 MEMORY = 3 << 29
-"""Bytes of address space, on macOS resident: a vocabulary of 262,144 pieces takes two thirds."""
+"""Limit in bytes of the address space, on macOS of resident memory. A vocabulary of 262,144 pieces
+takes two thirds of it."""
 WALL_SECONDS = 60.0
-"""For an item on a busy machine; what takes CPU time is ended long before."""
+"""Wall-clock limit of an item, for busy machines; the CPU limit is reached long before."""
 
-_LARGEST = 1 << 27  # bytes of an answer
+_LARGEST = 1 << 27  # maximum bytes of an answer
 _HEADER = struct.Struct("<Q")
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from llmfoundry.bounded import serve_calls
 serve_calls(sys.argv[2:])"""
-_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")  # of the environment
+_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")  # inherited environment variables
 _ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_ARENA_MAX": "1",  # others take address space
+    "MALLOC_ARENA_MAX": "1",  # more arenas would use address space
 }
-# Modules of Python that others import when they run.
+# modules of the standard library that other modules import late
 _LATER = ("_strptime", "encodings.unicode_escape", "html.entities", "textwrap", "unicodedata")
 _inside = False
 
 
 class OutOfBounds(UserError):
-    """A file made the child fail, or do more than it may; `index` is the item at which it did."""
+    """A file made the child fail or exceed a limit; `index` is the item."""
 
     index = 0
 
@@ -75,40 +75,41 @@ def run_bounded(
     imports: str = "",
     seconds: float | None = None,
 ) -> list[Any]:
-    """`function` of each item, computed in the child; in the child itself, directly.
+    """Apply a function to each item in the child process; directly if this is the child.
 
     Args:
         function: of a module's top level, or a partial of one.
-        items: what can be pickled.
-        file: whose contents it evaluates, for messages; a recipe key may be before it.
+        items: arguments, which must be picklable.
+        file: the untrusted file, for messages; a recipe key may precede it.
         imports: a module that the function imports only when it runs.
-        seconds: of CPU time for an item; unset: CPU_SECONDS.
+        seconds: CPU time limit of an item; None: CPU_SECONDS.
 
     Returns:
-        Its results: numbers, texts, containers and dataclasses of ours.
+        The results: numbers, strings, containers and dataclasses of this project.
 
     Raises:
-        OutOfBounds: an item took too much time or memory, or failed otherwise.
-        UserError, ValueError, RecursionError: as the function raised it.
+        OutOfBounds: an item exceeded a limit, or failed in another way.
+        UserError, ValueError, RecursionError: raised by the function.
     """
     if _inside:
         return [function(item) for item in items]
     modules = {imports} if imports else set[str]()
     seconds = CPU_SECONDS if seconds is None else seconds
-    called, *sent = [_pickled(value, modules) for value in (function, *items)]
+    pickled_function = _pickled(function, modules)
+    pickled_items = [_pickled(item, modules) for item in items]
     with _lock:
         child = _child_with(modules)
         try:
-            child.send(called, sent, seconds)
-            found = [child.receive(file, index) for index in range(len(sent))]
-        except BaseException:  # Ctrl-C too: what it would answer is for no one
+            child.send(pickled_function, pickled_items, seconds)
+            outcomes = [child.receive(file, index) for index in range(len(pickled_items))]
+        except BaseException:  # also Ctrl-C: the child would still send answers
             _end()
             raise
-    return [_value(outcome, file, index) for index, outcome in enumerate(found)]
+    return [_value(outcome, file, index) for index, outcome in enumerate(outcomes)]
 
 
 def _pickled(value: Any, modules: set[str]) -> bytes:
-    """A value; the modules that it needs are added to `modules`."""
+    """Pickle a value, and add the modules that it needs to `modules`."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.modules = modules
@@ -120,7 +121,7 @@ class _Pickler(pickle.Pickler):
     modules: set[str]
 
     def reducer_override(self, value: Any) -> Any:
-        """Called for all but Python's own types of data."""
+        """Record the module of a value; called for all types that are not built in."""
         self.modules.add(getattr(value, "__module__", None) or type(value).__module__)
         return NotImplemented
 
@@ -143,7 +144,7 @@ def _out(file: str, index: int, what: str) -> OutOfBounds:
 
 
 class _Child:
-    """The process, and what is said to it and by it."""
+    """The child process, and the messages to and from it."""
 
     def __init__(self, modules: frozenset[str]) -> None:
         self.modules = modules
@@ -174,17 +175,17 @@ class _Child:
 
     @property
     def has_ended(self) -> bool:
-        """Whether somebody ended it meanwhile."""
+        """Whether the child has ended."""
         return self._process.poll() is not None
 
     def send(self, function: bytes, items: Sequence[bytes], seconds: float) -> None:
-        """A function and its items; the end of a child is noticed by `receive`."""
+        """Send a function and its items; `receive` detects a child that has ended."""
         self._seconds = [seconds + CPU_SECONDS_PER_MB * len(item) / 1e6 for item in items]
         with suppress(BrokenPipeError):
             _write(self._in.fileno(), pickle.dumps((function, items, self._seconds)))
 
     def receive(self, file: str, index: int) -> tuple[str, Any]:
-        """What became of an item."""
+        """Return the outcome of an item."""
         try:
             answer = self._frame(WALL_SECONDS + self._seconds[index])
         except TimeoutError as error:
@@ -193,31 +194,37 @@ class _Child:
             raise _out(file, index, self._reason(self._seconds[index])) from None
         try:
             return _Answer(io.BytesIO(answer)).load()
-        except Exception as error:  # of a child that was taken over, anything
+        except Exception as error:  # a compromised child may send anything
             raise _out(file, index, "made its process answer with no data") from error
 
     def end(self) -> None:
-        """Now, whatever it is at."""
+        """Kill the child."""
         self._process.kill()
         self._process.wait()
         self.forget()
 
     def forget(self) -> None:
-        """Close the pipes, upon which it ends if it has nothing to do."""
+        """Close the pipes; an idle child then ends."""
         for pipe in (self._in, self._out, self._err):
             pipe.close()
 
     def _frame(self, seconds: float) -> bytes:
-        limit = time.monotonic() + seconds
-        (size,) = _HEADER.unpack(self._read(_HEADER.size, limit))
+        """Read one message.
+
+        Raises:
+            TimeoutError: the child took too long, or exceeded the memory limit or message size.
+            EOFError: the child has ended.
+        """
+        deadline = time.monotonic() + seconds
+        (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline))
         if size > _LARGEST:
             raise TimeoutError(f"made more than {_LARGEST >> 20} MiB")
-        return self._read(size, limit)
+        return self._read(size, deadline)
 
-    def _read(self, size: int, limit: float) -> bytes:
-        found = self._buffer
-        while len(found) < size:
-            left = limit - time.monotonic()
+    def _read(self, size: int, deadline: float) -> bytes:
+        buffer = self._buffer
+        while len(buffer) < size:
+            left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError("took too long")
             self._check_memory()
@@ -225,10 +232,10 @@ class _Child:
                 part = os.read(self._out.fileno(), 1 << 16)
                 if not part:
                     raise EOFError
-                found += part
-        wanted = bytes(found[:size])
-        del found[:size]
-        return wanted
+                buffer += part
+        data = bytes(buffer[:size])
+        del buffer[:size]
+        return data
 
     def _check_memory(self) -> None:
         if self._watched:
@@ -242,7 +249,7 @@ class _Child:
                 raise TimeoutError(f"needed more than {MEMORY / 2**30:.2g} GiB of memory")
 
     def _reason(self, seconds: float) -> str:
-        """Why it ended by itself."""
+        """Return why the child has ended."""
         status = self._process.wait()
         words = self._last_words()
         if status == -signal.SIGPROF:
@@ -261,10 +268,10 @@ class _Child:
 
 
 class _Answer(pickle.Unpickler):
-    """Reads data alone: dataclasses of ours and errors, and no function."""
+    """Unpickler of data: only dataclasses of this project and some errors, no functions."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Of the few that there may be."""
+        """Return an allowed class."""
         return _data_class(module, name)
 
 
@@ -273,26 +280,32 @@ def _data_class(module: str, name: str) -> type:
     if module == "builtins" and name in ("ValueError", "RecursionError"):
         return getattr(builtins, name)
     if module.startswith("llmfoundry."):
-        found = getattr(importlib.import_module(module), name)
-        if isinstance(found, type) and (
-            hasattr(found, "__dataclass_fields__") or issubclass(found, UserError | ValueError)
+        value = getattr(importlib.import_module(module), name)
+        if isinstance(value, type) and (
+            hasattr(value, "__dataclass_fields__") or issubclass(value, UserError | ValueError)
         ):
-            return found
+            return value
     raise pickle.UnpicklingError(f"{module}.{name} is not data")
 
 
 def first_to_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """By name the first expression that matches its end from a dot or the beginning on, if any.
+    """Return, for each name that matches, the first regular expression that matches its end.
 
-    For the child, as `match_all` is; here, so that it need not import PyTorch.
+    A match begins at the beginning of the name or after a dot. Run in the child, like `match_all`;
+    defined here, so that the child does not import PyTorch.
     """
     compiled = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
-    found = {name: next((p for p, c in compiled.items() if c.match(name)), None) for name in names}
-    return {name: pattern for name, pattern in found.items() if pattern is not None}
+    matches = dict[str, str]()
+    for name in names:
+        for pattern, expression in compiled.items():
+            if expression.match(name):
+                matches[name] = pattern
+                break
+    return matches
 
 
 def match_all(expressions: Sequence[str], names: Sequence[str]) -> None:
-    """Match every name with every regular expression, to see that it ends."""
+    """Match every name with every regular expression, to check that matching ends."""
     for expression in expressions:
         for name in names:
             re.match(expression, name)
@@ -303,7 +316,7 @@ _child: _Child | None = None
 
 
 def _child_with(modules: set[str]) -> _Child:
-    """The child, or another if it ended or lacks a module, as it can open no more files."""
+    """Return the child; start a new one if it has ended or lacks a module, which it cannot load."""
     global _child
     before = frozenset[str]() if _child is None else _child.modules
     if _child is None or _child.has_ended or not modules <= before:
@@ -321,7 +334,7 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    """In a copy of this process: the child is the original's."""
+    """Forget the child in a forked process, because it belongs to the parent."""
     global _lock, _child
     _lock = threading.RLock()
     if _child is not None:
@@ -333,22 +346,25 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def serve_calls(modules: Sequence[str]) -> None:
-    """What the child does: read a function and items, and write what became of each."""
+    """Run the child: read functions and items, and write the outcome of each item."""
+    # import modules while files can be opened
     global _inside
     _inside = True
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its parent's to answer; it ends with that
+        signal.signal(number, signal.SIG_IGN)  # handled by the parent, with which the child ends
     for module in (*_LATER, *modules):
-        with suppress(ImportError):  # who needs it says so
+        with suppress(ImportError):  # the function that needs the module reports it
             importlib.import_module(module)
-    time.localtime()  # reads the time zone's file
+    time.localtime()  # loads the time zone
+
+    # set the limits; without a memory limit, the parent watches the memory
     is_bounded = _lock_down()
     requests = os.fdopen(0, "rb")
     _write(1, b"" if is_bounded else b"watch")
     while header := requests.read(_HEADER.size):
         size = _HEADER.unpack(header)[0]
         function, items, limits = pickle.loads(_exactly(requests, size))
-        loaded = cache(partial(pickle.loads, function))  # which may compute too
+        loaded = cache(partial(pickle.loads, function))  # loaded under the limits, once
         for item, seconds in zip(items, limits, strict=True):
             _write(1, _outcome(loaded, item, seconds))
 
@@ -363,7 +379,7 @@ def _outcome(function: Callable[[], Callable[[Any], Any]], item: bytes, seconds:
         error.__cause__ = error.__context__ = None
     except MemoryError:
         outcome = "memory", None
-    except BaseException as error:  # of libraries in Rust
+    except BaseException as error:  # panics of Rust libraries are no Exception
         outcome = "failed", f"{type(error).__name__}: {error}"[:300]
     try:
         return pickle.dumps(outcome)
@@ -374,11 +390,11 @@ def _outcome(function: Callable[[], Callable[[Any], Any]], item: bytes, seconds:
 
 
 def _lock_down() -> bool:
-    """Give up all that is not computing; whether the address space is bounded."""
+    """Drop all permissions but computing; return whether the address space is limited."""
     for limit in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_NOFILE"):
-        _limit(limit, 0)  # nothing written, started, opened or connected
+        _limit(limit, 0)  # no core dumps, writes, processes, files or connections
     if os.geteuid() == 0:
-        with suppress(OSError):  # in a container that knows root alone
+        with suppress(OSError):  # fails in a container without other users
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)  # nobody
@@ -390,7 +406,7 @@ def _limit(name: str, value: int) -> bool:
         resource.setrlimit(getattr(resource, name), (value, value))
     except (AttributeError, ValueError, OSError):
         return False
-    return sys.platform != "darwin"  # which takes a limit and keeps none
+    return sys.platform != "darwin"  # macOS accepts limits, but does not enforce them
 
 
 def _write(file: int, content: bytes) -> None:
@@ -402,5 +418,5 @@ def _write(file: int, content: bytes) -> None:
 def _exactly(file: BinaryIO, size: int) -> bytes:
     content = file.read(size)
     if len(content) < size:
-        raise SystemExit  # the parent ended meanwhile
+        raise SystemExit  # the parent has ended
     return content

@@ -1,8 +1,9 @@
-"""Writes a checkpoint of tensors that are read one by one, by this process alone.
+"""Write a checkpoint from tensors that are read one at a time, in a single process.
 
-`api/conversion.py` calls `write_streamed` for an import, where `save.py` would need the
-model. PyTorch's writer keeps all tensors of a file until the file is written, so the files are
-written here, in its format: one `torch.save` after another, and a table of where each begins.
+Entry point: `write_streamed`, used by `api/conversion.py` for imports, where `save.py` would need
+the complete model in memory. PyTorch's writer holds all tensors of a file until the file is
+written. This module therefore writes the files itself in PyTorch's format: consecutive `torch.save`
+outputs, and a table with their positions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from llmfoundry.models.lazy_tensors import LazyTensor
 from llmfoundry.ops import torch_private
 
 FILE_BYTES, MOST_FILES = 1 << 28, 64
-"""A file's size, and how many there are before files are larger: what an interruption repeats."""
+"""Size of a file, and maximum number of files, after which files are larger. An interrupted import
+repeats at most one file."""
 
 
 def write_streamed(
@@ -34,25 +36,30 @@ def write_streamed(
     files: Mapping[str, str],
     journal: Journal,
 ) -> int:
-    """Write a whole checkpoint, but for what the journal has; its bytes.
+    """Write a complete checkpoint, without the files in the journal, and return its bytes.
 
     Args:
-        folder: the checkpoint's, which exists.
-        tensors: all of the model's, of its shapes and dtypes, in the order of the files.
-        state: its state.json.
+        folder: existing folder of the checkpoint.
+        tensors: all tensors of the model with its shapes and dtypes, in the order of the files.
+        state: content of state.json.
         files: other texts by name: recipe.yaml, tokenizer/...
-        journal: of the folder that is being written.
+        journal: of the unfinished folder.
     """
+    # group the tensors by file
     limit = max(FILE_BYTES, sum(t.nbytes for t in tensors) // MOST_FILES)
     groups: list[list[LazyTensor]] = [[]]
     for tensor in tensors:
         if groups[-1] and sum(t.nbytes for t in [*groups[-1], tensor]) > limit:
             groups.append([])
         groups[-1].append(tensor)
+
+    # write the files that an interrupted import has not written
     for number, group in enumerate(groups):
         name = f"__0_{number}.distcp"
         if name not in journal.done:
             journal.add({name: _write_file(folder / name, group)})
+
+    # write the table, the state and other files, and the marker
     _write_table(folder, groups, journal)
     write_json(folder / "state.json", state, indent=2)
     for name, text in files.items():
@@ -63,14 +70,14 @@ def write_streamed(
 
 
 def _write_file(file: Path, group: list[LazyTensor]) -> dict[str, Any]:
-    """Its bytes and checksum, and where each of its tensors ends."""
+    """Write a file; return its bytes and checksum, and the end position of each tensor."""
     ends = []
     with file.open("wb") as opened:
         summed = ChecksumStream(opened)
         for tensor in group:
             value = tensor.read().to(tensor.dtype).contiguous()
             if value.untyped_storage().nbytes() != value.nbytes:
-                value = value.clone()  # torch.save writes all of the memory that it is a part of
+                value = value.clone()  # torch.save writes the complete storage of a view
             assert value.shape == tensor.shape, (tensor.name, value.shape)
             torch.save(value, cast(IO[bytes], summed))
             ends.append(summed.bytes)
@@ -79,6 +86,7 @@ def _write_file(file: Path, group: list[LazyTensor]) -> dict[str, Any]:
 
 
 def _write_table(folder: Path, groups: list[list[LazyTensor]], journal: Journal) -> None:
+    """Write PyTorch's table of contents with the position of each tensor."""
     planner = DefaultSavePlanner()
     state = {"model": {t.name: t.like() for group in groups for t in group}}
     planner.set_up_planner(state, is_coordinator=True)
