@@ -1,22 +1,22 @@
-"""Which documents stay: `build_filter` by what one says, `deduplicate` by what others say.
+"""Filters and deduplication of documents.
 
-A filter only decides, so that a document is in the output exactly as it was read, or not at all.
-The published rules are datatrove's own classes, with the words of spaCy's English tokenizer, which
-needs no model and no network; its decisions are those of a datatrove pipeline.
+Entry points: `build_filter` decides by the text of a document, `deduplicate` by other documents.
+Both only decide: documents are never changed. The published rules are classes of datatrove with
+spaCy's English tokenizer, which needs no model and no network, so they decide as a datatrove
+pipeline does.
 
-Repeats are equal to an earlier document (exact), or nearly so (minhash). The preparation calls
-`signatures` for each of its tasks, then `deduplicate` once, then reads its tasks again with
-`read_drops`. Each task writes its documents' keys sorted, so that a range of keys is a contiguous
-part of every file; ranges are searched independently, each in bounded memory, and any number of
-tasks and workers finds the same repeats. Documents that share a key are one group, also through
-others, and of each group the first in corpus order stays.
+A repeat equals an earlier document (exact) or nearly equals it (minhash). The preparation calls
+`signatures` for each task, then `deduplicate` once, and reads its tasks again with `read_drops`.
+Each task writes the keys of its documents sorted, so that a range of keys is a contiguous part of
+every file. Ranges are searched independently, each with bounded memory, and the result does not
+depend on the number of tasks and workers. Documents that share a key form a group, transitively.
+The first document of each group in corpus order is retained.
 
-MinHash has FineWeb's parameters (arXiv:2406.17557): sets of 5 consecutive words, 14 bands of 8
-hashes. Two texts whose sets have the Jaccard similarity s share a band with the probability
-1 - (1 - s**8)**14: 0.05 at s = 0.5, 0.56 at 0.7, 0.92 at 0.8, 0.9995 at 0.9. The hashes are
-datasketch's "affine32", a scheme that the library keeps bit for bit by its name, so that every
-version and machine finds the same duplicates. (rensa hashes many times faster, but changed its
-hashes from 0.4 to 0.5.)
+MinHash has the parameters of FineWeb (arXiv:2406.17557): sets of 5 consecutive words, 14 bands of 8
+hashes. Two texts with Jaccard similarity s share a band with probability 1 - (1 - s**8)**14: 0.05
+at s = 0.5, 0.56 at 0.7, 0.92 at 0.8, 0.9995 at 0.9. The hashes are the scheme "affine32" of
+datasketch, which the library guarantees not to change, so that every version and machine finds the
+same duplicates. (rensa is many times faster, but its hashes changed from 0.4 to 0.5.)
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from llmfoundry.recipe.data import FilterConfig
 
 Filter = Callable[[str], str | None]
 
-# By their key: datatrove's class. Cheap ones first, since one reason is enough: 2.8, 1.4, 0.6 and
-# 0.5 MB of English technical text a second of one core.
+# Class of datatrove by key. The fastest come first, because the first reason decides: 2.8, 1.4, 0.6
+# and 0.5 MB/s of English technical text on one core.
 _PUBLISHED = {
     "c4": "C4QualityFilter",
     "fineweb": "FineWebQualityFilter",
@@ -50,41 +50,45 @@ _PUBLISHED = {
 N_BANDS = 14
 _BAND_ROWS = 8  # hashes in a band
 _SHINGLE_WORDS = 5  # in a shingle
-_BLOCK = 1024  # shingles hashed at a time: 1024 x 112 x 4 bytes stay in a core's cache
+_BLOCK = 1024  # shingles hashed at a time: 1024 x 112 x 4 bytes fit in the cache of a core
 _SEED = 1
-# A key is 64 bits, and of exact repeats 64 more as `rest`: two of 1e9 different documents share 64
-# random bits with a probability of 3 %. `row` is the document's place in its task. By method:
-# how many keys a document has, and the record of each.
+# Number of keys of a document and dtype of their records, by method. A key has 64 bits. An exact
+# one has 64 more (`rest`), because with 1e9 documents, two different ones share 64 random bits with
+# a probability of 3 %. `row` is the number of the document in its task.
 _FORMATS = {
     "exact": (1, np.dtype([("key", "<u8"), ("rest", "<u8"), ("row", "<u4")])),
     "minhash": (N_BANDS, np.dtype([("key", "<u8"), ("row", "<u4")])),
 }
-_SEARCH_BYTES = 64  # memory that a search takes for each document in its range
+_SEARCH_BYTES = 64  # memory of a search per document in its range
 _CHUNK = 1 << 20  # pairs joined at a time
-# Letters and digits; each sign alone in scripts that put no spaces between words: Thai to Myanmar,
-# Khmer, kana, Han.
+# Letters and digits. Each character is a word in scripts without spaces between words: Thai to
+# Myanmar, Khmer, kana, Han.
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
     r"|[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+"
 )
-_ASCII_WORD = re.compile(r"[a-z0-9]+")  # what the above finds in ASCII, in half the time
+_ASCII_WORD = re.compile(r"[a-z0-9]+")  # the same for ASCII text, in half the time
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word's hash is lost
 
 
 def build_filter(config: FilterConfig) -> Filter:
-    """The reason why a text is left out, or None: it stays.
+    """Return a function that returns why a text is dropped, or None if it is retained.
 
-    The reason begins with the key of the rule. What is returned is not picklable; the config is.
+    The reason begins with the key of the rule. The function is not picklable; the config is.
     """
-    rules = [*_own_rules(config), *_published_rules(config)]
+    rules = [*_length_rules(config), *_published_rules(config)]
 
-    def reason(text: str) -> str | None:
-        return next((found for rule in rules if (found := rule(text)) is not None), None)
+    def first_reason(text: str) -> str | None:
+        for rule in rules:
+            reason = rule(text)
+            if reason is not None:
+                return reason
+        return None
 
-    return reason
+    return first_reason
 
 
-def _own_rules(config: FilterConfig) -> Iterator[Filter]:
+def _length_rules(config: FilterConfig) -> Iterator[Filter]:
     if config.min_chars is not None or config.max_chars is not None:
         yield _between("chars", len, config.min_chars, config.max_chars)
     if config.min_words is not None or config.max_words is not None:
@@ -105,7 +109,7 @@ def _published_rules(config: FilterConfig) -> Iterator[Filter]:
     chosen = [key for key in _PUBLISHED if getattr(config, key)]
     if not chosen:
         return
-    # datatrove imports spacy at the first document only
+    # spacy is imported here to fail early: datatrove imports it at the first document
     modules = ("spacy", "datatrove.pipeline.filters", "datatrove.data")
     where = f"data.filter.{chosen[0]}:"
     _, filters, data = (import_optional(module, where, extra="filters") for module in modules)
@@ -115,17 +119,17 @@ def _published_rules(config: FilterConfig) -> Iterator[Filter]:
 
 def _published(key: str, rules: Any, document: Any) -> Filter:
     def rule(text: str) -> str | None:
-        # A document of its own: C4's class writes its good lines into it.
+        # a new document each time, because the class of C4 modifies it
         result = rules.filter(document(text=text, id=""))
-        kept, why = result if isinstance(result, tuple) else (result, "")
-        return None if kept else f"{key}: {why}"
+        is_retained, why = result if isinstance(result, tuple) else (result, "")
+        return None if is_retained else f"{key}: {why}"
 
     return rule
 
 
 @dataclass(frozen=True)
 class KeyRange:
-    """One range of one of the documents' keys, of `n_parts` equal ranges."""
+    """Range number `part` of `n_parts` equal ranges of the documents' key number `key`."""
 
     key: int
     part: int
@@ -133,20 +137,23 @@ class KeyRange:
 
 
 def signatures(texts: Iterable[str], target: Path, *, method: str) -> int:
-    """Write the keys of a task's documents: 20 bytes each for exact, 168 for minhash.
+    """Write the sorted keys of a task's documents: 20 bytes each for exact, 168 for minhash.
 
     Args:
-        texts: the documents in the order in which they will be read again.
+        texts: the documents, in the order in which they will be read again.
         target: the file; written atomically.
-        method: exact (the texts are equal, every character) or minhash.
+        method: exact or minhash.
 
     Returns:
-        How many documents there were.
+        The number of documents.
     """
+    # keys of all documents
     hasher, data, n = _HASHERS[method](), bytearray(), 0
     for text in texts:
         data += hasher(text)
         n += 1
+
+    # records (n_keys, n), each row sorted by key
     n_keys, dtype = _FORMATS[method]
     records = np.empty((n_keys, n), dtype)
     words = _key_fields(records)
@@ -161,21 +168,25 @@ def signatures(texts: Iterable[str], target: Path, *, method: str) -> int:
 
 
 def deduplicate(folder: Path, sources: Sequence[Path], run: Run) -> list[Path]:
-    """For each of the files that `signatures` wrote, in corpus order, one for `read_drops`.
+    """Find repeated documents; return a file for `read_drops` for each task.
 
     Args:
-        folder: where to write; after a kill, what is finished there is used.
-        sources: the files, one a task.
-        run: calls a function on each of many tasks, on any number of workers.
+        folder: output folder; after a kill, finished files there are used.
+        sources: files of `signatures`, one per task, in corpus order.
+        run: calls a function on many tasks with any number of workers.
     """
     targets = [folder / f"drops-{n:05}.npy" for n in range(len(sources))]
     if all(target.exists() for target in targets):
         return targets
+
+    # pairs of documents that share a key, for each range of keys
     tasks = searches(sources)
     pairs = [folder / f"repeats-{task.key:02}-{task.part:05}.npy" for task in tasks]
-    left = [both for both in zip(tasks, pairs, strict=True) if not both[1].exists()]
-    for _ in run(partial(_find, list(sources)), left):
+    missing = [(task, file) for task, file in zip(tasks, pairs, strict=True) if not file.exists()]
+    for _ in run(partial(_find, list(sources)), missing):
         pass
+
+    # groups
     mark_duplicates(sources, pairs, targets)
     for file in pairs:
         file.unlink()
@@ -183,7 +194,7 @@ def deduplicate(folder: Path, sources: Sequence[Path], run: Run) -> list[Path]:
 
 
 def searches(sources: Sequence[Path], *, max_bytes: int = 1 << 30) -> list[KeyRange]:
-    """The tasks of `find_repeats` that take about `max_bytes` of memory each."""
+    """Return ranges for `find_repeats` that need about `max_bytes` of memory each."""
     shapes = [_open(source).shape for source in sources]
     n_documents = sum(shape[1] for shape in shapes)
     n_parts = max(1, -(-n_documents * _SEARCH_BYTES // max_bytes))
@@ -192,43 +203,51 @@ def searches(sources: Sequence[Path], *, max_bytes: int = 1 << 30) -> list[KeyRa
 
 
 def find_repeats(sources: Sequence[Path], target: Path, *, search: KeyRange) -> None:
-    """Write pairs (first, other), (n, 2) int64: documents of the corpus that share a key.
+    """Write pairs (first, other), (n, 2) int64, of documents that share a key.
 
-    Of several with one key, each other is paired with the first.
+    If several documents share a key, each is paired with the first of them.
     """
-    ranges, documents, before = [], [], 0
+    # the records of all tasks in the range, with the number of each document in the corpus
+    ranges, documents, n_before = [], [], 0
     for source in sources:
         records = _open(source)
-        found = _in_range(records[search.key], search)
-        ranges.append(found)
-        documents.append(before + found["row"].astype(np.int64))
-        before += records.shape[1]
+        in_range = _in_range(records[search.key], search)
+        ranges.append(in_range)
+        documents.append(n_before + in_range["row"].astype(np.int64))
+        n_before += records.shape[1]
+
+    # sort by key; the sort is stable, so equal keys stay in corpus order
     merged, numbers = np.concatenate(ranges), np.concatenate(documents)
-    order = _order(merged)  # stable: equal keys stay in corpus order
+    order = _order(merged)
     merged, numbers = merged[order], numbers[order]
+
+    # pair each repeated key with the first record of that key
     equal = np.ones(max(0, len(merged) - 1), bool)
     for word in _key_fields(merged):
         equal &= merged[word][1:] == merged[word][:-1]
     others = np.flatnonzero(equal) + 1
-    starts = np.flatnonzero(np.concatenate([[True], ~equal]))  # where each key begins
+    starts = np.flatnonzero(np.concatenate([[True], ~equal]))  # first record of each key
     firsts = starts[np.searchsorted(starts, others, side="right") - 1]
     _save(target, np.stack([numbers[firsts], numbers[others]], axis=1))
 
 
 def mark_duplicates(sources: Sequence[Path], pairs: Sequence[Path], targets: Sequence[Path]) -> int:
-    """Join all pairs to groups, and write for each source which of its documents are left out.
+    """Join all pairs to groups, and write for each task which of its documents are dropped.
 
-    Takes 8 bytes of memory for each document of the corpus.
+    This needs 8 bytes of memory per document of the corpus.
 
     Returns:
-        How many are left out.
+        The number of dropped documents.
     """
+    # union-find: each document points to an earlier one of its group, the first to itself
     sizes = [_open(source).shape[1] for source in sources]
-    earlier = np.arange(sum(sizes))  # of each document one of its group; the first: itself
+    earlier = np.arange(sum(sizes))
     for file in pairs:
-        found = _open(file)
-        for start in range(0, len(found), _CHUNK):
-            _join(earlier, np.array(found[start : start + _CHUNK]))
+        file_pairs = _open(file)
+        for start in range(0, len(file_pairs), _CHUNK):
+            _join(earlier, np.array(file_pairs[start : start + _CHUNK]))
+
+    # all but the first of each group are dropped
     dropped = earlier != np.arange(len(earlier))
     ends = np.cumsum(sizes)
     for target, end, size in zip(targets, ends, sizes, strict=True):
@@ -237,7 +256,7 @@ def mark_duplicates(sources: Sequence[Path], pairs: Sequence[Path], targets: Seq
 
 
 def read_drops(file: Path) -> np.ndarray:
-    """Of each document that `signatures` saw in this task whether it is left out, (n,) bool."""
+    """Return which documents of a task are dropped, (n,) bool, in the order of `signatures`."""
     drops: np.ndarray = np.load(file)
     return drops
 
@@ -261,31 +280,31 @@ def _order(records: np.ndarray) -> np.ndarray:
 
 
 def _in_range(records: np.ndarray, search: KeyRange) -> np.ndarray:
-    """The records of the search's range of keys; reads only those, and a few to find them."""
+    """Return the records in a range of keys; only these, and a few for the bisection, are read."""
     column = records["key"]
 
-    def place(part: int) -> int:
-        low = part * 2**64 // search.n_parts
-        return bisect_left(range(len(column)), low, key=lambda at: int(column[at]))
+    def start(part: int) -> int:
+        least_key = part * 2**64 // search.n_parts
+        return bisect_left(range(len(column)), least_key, key=lambda n: int(column[n]))
 
-    return np.array(records[place(search.part) : place(search.part + 1)])
+    return np.array(records[start(search.part) : start(search.part + 1)])
 
 
 def _join(earlier: np.ndarray, pairs: np.ndarray) -> None:
-    """Unite the groups of each pair; `earlier` always points to a smaller number, so never round.
+    """Unite the groups of all pairs at once.
 
-    All pairs at once: of several groups that one is to be joined to, it takes the smallest, and the
-    rest are joined in the next turn.
+    `earlier` always points to a smaller number, so there are no cycles. If a group is to be joined
+    to several groups, it is joined to the smallest one, and the others follow in the next round.
     """
     while len(pairs):
         tops = _tops(earlier, pairs)
-        earlier[pairs] = tops  # shorter ways for the next chunk
+        earlier[pairs] = tops  # path compression
         pairs = np.sort(tops[tops[:, 0] != tops[:, 1]], axis=1)
         np.minimum.at(earlier, pairs[:, 1], pairs[:, 0])
 
 
 def _tops(earlier: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The first document of each one's group, as far as groups are joined."""
+    """Return the first document of each document's group, among the groups joined so far."""
     while True:
         above = earlier[documents]
         if np.array_equal(above, documents):
@@ -299,19 +318,19 @@ def _open(file: Path) -> np.ndarray:
 
 
 def _save(target: Path, array: np.ndarray) -> None:
-    """Whole or not there at all; by a name that no other machine takes, on storage they share."""
+    """Write atomically, with a temporary name that is unique over machines with shared storage."""
     with atomic_file(target) as file:
         np.save(file, array)
 
 
 def words(text: str) -> list[str]:
-    """What near duplicates are compared by: words in lower case, without punctuation."""
+    """Return the words of a text in lower case, without punctuation, to compare near duplicates."""
     text = text.lower()
     return (_ASCII_WORD if text.isascii() else _WORD).findall(text) or [text.strip()]
 
 
 def minhash_keys() -> Callable[[str], bytes]:
-    """A function from a text to its keys: one of 8 bytes for each band."""
+    """Return a function from a text to its keys, 8 bytes per band."""
     where = "data.deduplicate: minhash"
     minhash = import_optional("datasketch", where, extra="filters").MinHash
     word_hash = import_optional("xxhash", where, extra="filters").xxh3_64_intdigest
@@ -327,7 +346,10 @@ def minhash_keys() -> Callable[[str], bytes]:
 
 
 def _shingles(hashes: np.ndarray) -> np.ndarray:
-    """(n_words,) uint64 to (n_shingles,) uint32; a text of fewer than 5 words is one shingle."""
+    """Hash shingles: word hashes (n_words,) uint64 to (n_shingles,) uint32.
+
+    A text with fewer than 5 words is one shingle.
+    """
     length = min(_SHINGLE_WORDS, len(hashes))
     n = len(hashes) - length + 1
     joined = np.full(n, length, np.uint64)

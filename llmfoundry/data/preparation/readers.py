@@ -1,10 +1,10 @@
-"""`Reader`: a kind of source, cut into spans, read as (source, row, text); `FileReader`: files.
+"""Readers of a corpus: split a source into spans, and yield (source, row, text) of a span.
 
-The corpus calls them. A span is a part that can be read by itself. Files are found in one fixed
-order: as `data.paths` writes them, each folder's and glob's sorted by name. `FILE_TYPES` has a
-function a format, by suffix: a stream of (row, text), and how a large file is cut. What cannot be
-read raises a `UserError` that names the file and the line, row or byte. Files of rows are streamed;
-only a text file, being one document, is read whole.
+Entry points: `Reader`, the interface that `Corpus` uses, and `FileReader` for files. A span can be
+read independently. Files have a fixed order: that of `data.paths`, and sorted by name within each
+folder and glob. `FILE_TYPES` has the reader of each file type, by suffix, and the function that
+splits a large file. Input that cannot be read raises a `UserError` with file and line, row or byte.
+Files of rows are streamed. A text file, which is one document, is read completely.
 """
 
 from __future__ import annotations
@@ -53,29 +53,31 @@ from llmfoundry.recipe.choice_table import ChoiceRecord, ChoiceTable, load_code
 from llmfoundry.recipe.data import DataConfig, n_bytes
 from llmfoundry.recipe.source import glob_matches, hidden_part, is_hidden
 
-# Tests of the standard library hold deliberately broken sources; the packages are not part of it.
+# Tests of the standard library contain deliberately broken sources; packages are not part of it.
 _NOT_STDLIB = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 )
-_HEAD = 4096  # bytes of a text file by which its encoding is judged
-_HIDDEN_SHOWN = 3  # names of what is hidden
-_LONGEST_FIELD = 2**31 - 1  # characters of a CSV field, Python's most; its default is 128 Ki
-# Common Crawl's WET files: records of a head that begins with WARC/1.0 and ends with an empty line,
-# as many bytes as its Content-Length specifies, two line ends. Records of type `conversion` hold a
-# page, others are about the file. Small enough to read here rather than by a library.
+_HEAD = 4096  # first bytes of a text file, which are checked for UTF-16
+_HIDDEN_SHOWN = 3  # hidden names in a message
+_LONGEST_FIELD = (
+    2**31 - 1
+)  # characters of a CSV field; the maximum of Python, whose default is less
+# A WET file of Common Crawl has records: headers that begin with WARC/1.0 and end with an empty
+# line, Content-Length bytes, two line ends. Records of type `conversion` contain a page, others
+# metadata. The format is simple enough to parse here, without a library.
 _LONGEST_LINE = 1 << 16
 _MOST_HEADERS = 1 << 10  # lines of a record; Common Crawl's have about ten
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a corpus that can be read by itself.
+    """Part of a corpus that can be read independently.
 
     Attributes:
-        source: number of its file; 0 for a dataset.
-        start: byte, row group, row, or shard, where it begins.
-        stop: where it ends; None: with the file.
-        n_bytes: of input, for progress and balance; None: unknown.
+        source: number of the file; 0 for a dataset.
+        start: first byte, row group, row or shard.
+        stop: end (exclusive); None: the end of the file.
+        n_bytes: size of the input, for progress and load balance; None: unknown.
     """
 
     source: int
@@ -85,12 +87,12 @@ class Span:
 
 
 class Reader(Protocol):
-    """A kind of source.
+    """Interface of readers.
 
     Attributes:
-        files: the files that it reads, in order; empty for a dataset.
-        ignored: files of other kinds that lie in the named folders.
-        hidden: files and folders that are left out for their names.
+        files: input files in order; empty for a dataset.
+        ignored: number of files of other types in the folders.
+        hidden: files and folders that are skipped because of their names.
     """
 
     files: list[InputFile]
@@ -98,47 +100,47 @@ class Reader(Protocol):
     hidden: list[str]
 
     def facts(self) -> list[Any]:
-        """What names its content without reading it."""
+        """Return values that identify the content without reading it."""
 
     def spans(self, longest: int | None) -> list[Span]:
-        """All of it in parts, in order, of about `longest` bytes at most where that is possible."""
+        """Split the source into spans, in order, of at most about `longest` bytes if possible."""
 
     def read(
         self, span: Span, seen: Callable[[int], None], on_bad_row: OnBadRow
     ) -> Iterator[tuple[str, Any, str]]:
         """Yield (source, row or None, text).
 
-        `seen` gets the bytes of input on the way, `on_bad_row` each row that cannot be read.
+        `seen` is called with the number of input bytes read, `on_bad_row` with each bad row.
         """
 
 
 class FileReader:
-    """The documents of files, here and at URLs, each by the `FILE_TYPES` of its suffix."""
+    """Reader of files, local or at URLs, by the `FILE_TYPES` of their suffixes."""
 
     def __init__(self, config: DataConfig) -> None:
-        found = find_files(config)
-        self.files, self.ignored, self.hidden = found.files, found.ignored, found.hidden
+        matched = find_files(config)
+        self.files, self.ignored, self.hidden = matched.files, matched.ignored, matched.hidden
         self._column = config.text_column or "text"
         self._longest = n_bytes(config.max_row_size)
         self._options = FetchOptions.from_config(config)
 
     def facts(self) -> list[Any]:
-        """Paths, sizes and times; and the code of plugins that read them."""
+        """Return paths, sizes and times of the files, and the code of plugins that read them."""
         kinds = {_kinds(tuple(FILE_TYPES))[suffix_of(file.name)] for file in self.files}
         codes = {FILE_TYPES.origins[kind].code for kind in kinds} - {""}
         return [*(file.facts for file in self.files), *sorted(codes)]
 
     def spans(self, longest: int | None) -> list[Span]:
-        """Lines can be cut anywhere, parquet between row groups; compressed files, CSV not."""
-        found = []
+        """Split large files: .jsonl at lines, .parquet at row groups, others not at all."""
+        spans = []
         for number, file in enumerate(self.files):
-            kind = FILE_TYPES.get(suffix_of(file.name))  # none: a compressed file
+            kind = FILE_TYPES.get(suffix_of(file.name))  # None for a compressed file
             if longest is None or file.size <= longest or kind is None or kind.cut is None:
-                found.append(Span(number, n_bytes=file.size))
+                spans.append(Span(number, n_bytes=file.size))
             else:
                 parts = kind.cut(self._input(Span(number, n_bytes=file.size)), longest)
-                found += [Span(number, *part) for part in parts]
-        return found
+                spans += [Span(number, *part) for part in parts]
+        return spans
 
     def read(
         self,
@@ -148,8 +150,8 @@ class FileReader:
     ) -> Iterator[tuple[str, FileRow | int | None, str]]:
         """Yield (file, row, text).
 
-        Row is None of a text file, the line from 1 of .jsonl and .csv, the row from 0 of .parquet,
-        the record from 1 of .warc.wet.
+        The row is None for a text file, the line from 1 for .jsonl and .csv, the row from 0 for
+        .parquet, and the record from 1 for .warc.wet.
         """
         source = replace(self._input(span), seen=seen, on_bad_row=on_bad_row)
         kind = file_type(source.name)
@@ -170,12 +172,12 @@ class FileReader:
 
 @dataclass
 class MatchedFiles:
-    """What data.paths names.
+    """Files that data.paths matches.
 
     Attributes:
-        files: to read, in order.
-        ignored: how many of other kinds lie in the named folders.
-        hidden: files and folders that are left out for their names.
+        files: files to read, in order.
+        ignored: number of files of other types in the folders.
+        hidden: files and folders that are skipped because of their names.
     """
 
     files: list[InputFile]
@@ -189,7 +191,7 @@ def find_files(config: DataConfig) -> MatchedFiles:
 
 
 def left_out(ignored: int, hidden: Sequence[str]) -> Iterator[str]:
-    """For people: what lies in the named folders and is not read."""
+    """Yield messages about ignored and hidden files."""
     if ignored:
         yield f"{ignored:,} files of other kinds left out of the folders named"
     if hidden:
@@ -207,12 +209,12 @@ def left_out(ignored: int, hidden: Sequence[str]) -> Iterator[str]:
 def files_below(
     folder: Path, *, leave_out: frozenset[str] = frozenset(), hidden: list[str] | None = None
 ) -> list[Path]:
-    """All files below a folder, sorted by relative path, linked folders entered once.
+    """Return all files below a folder, sorted by path; linked folders are entered once.
 
     Args:
-        folder: to look into.
-        leave_out: names of folders.
-        hidden: gets what is hidden, which is left out; None: that is read, too.
+        folder: the folder.
+        leave_out: names of folders to skip.
+        hidden: list to which skipped hidden paths are appended; None: hidden files are returned.
     """
     files: list[Path] = []
     entered: set[str] = set()
@@ -231,7 +233,7 @@ def files_below(
 
 
 def _visible(here: str, names: list[str], hidden: list[str], *, are_folders: bool) -> list[str]:
-    """Those that are not hidden; `hidden` gets the paths of the others."""
+    """Return the names that are not hidden; append the paths of the others to `hidden`."""
     visible = []
     for name in names:
         if is_hidden(name, is_folder=are_folders):
@@ -242,7 +244,7 @@ def _visible(here: str, names: list[str], hidden: list[str], *, are_folders: boo
 
 
 def _refuse(error: OSError) -> None:
-    """A folder that cannot be listed would be left out without a word."""
+    """Raise an error for a folder that cannot be listed, which os.walk would skip silently."""
     raise UserError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
 
 
@@ -255,11 +257,15 @@ def _stdlib_files() -> MatchedFiles:
 
 
 def _named_files(config: DataConfig) -> MatchedFiles:
-    """Files of data.paths, in the order written, each folder's and glob's sorted."""
-    places: dict[str, int] = {}  # by what a link stands for
+    """Find the files of data.paths, in that order; files of a folder or glob are sorted.
+
+    Raises:
+        UserError: a path does not exist, is matched twice or cannot be read.
+    """
+    entries: dict[str, int] = {}  # number of the entry of data.paths, by real path
     files: dict[str, InputFile] = {}
     ignored, hidden, reads = 0, list[str](), readable_kinds(config.text_column)
-    for place, name in enumerate(config.paths):
+    for entry, name in enumerate(config.paths):
         for is_folder, below in _matches(config, name, hidden):
             read = [file for file in below if is_readable(file.name, config.text_column)]
             if is_folder:
@@ -272,7 +278,7 @@ def _named_files(config: DataConfig) -> MatchedFiles:
                 )
             for file in read:
                 real = file.name if "://" in file.name else os.path.realpath(file.name)
-                if (first := places.setdefault(real, place)) != place:
+                if (first := entries.setdefault(real, entry)) != entry:
                     raise UserError(
                         f"data.paths: {file.name} is named by {config.paths[first]!r} and {name!r};"
                         " its text would count double; write it once"
@@ -281,17 +287,20 @@ def _named_files(config: DataConfig) -> MatchedFiles:
     if not files:
         more = "".join(f"; {line}" for line in left_out(0, hidden))
         raise UserError(f"data.paths: no readable file in {config.paths}; it reads {reads}{more}")
-    named = {os.path.realpath(os.path.expanduser(name)) for name in config.paths} | {*config.paths}
-    unnamed = {path for path in hidden if path not in named and os.path.realpath(path) not in named}
-    return MatchedFiles(list(files.values()), ignored, sorted(map(path_text, unnamed)))
+
+    # a hidden file that is an entry itself was read, so it is not reported
+    explicit = {os.path.realpath(os.path.expanduser(name)) for name in config.paths}
+    explicit |= {*config.paths}
+    skipped = {p for p in hidden if p not in explicit and os.path.realpath(p) not in explicit}
+    return MatchedFiles(list(files.values()), ignored, sorted(map(path_text, skipped)))
 
 
 def _matches(
     config: DataConfig, name: str, hidden: list[str]
 ) -> Iterator[tuple[bool, list[InputFile]]]:
-    """For each folder or file that an entry of data.paths names: is it a folder, and its files.
+    """Yield, for each folder or file that an entry of data.paths matches, is_folder and its files.
 
-    `hidden` gets the paths of what is left out.
+    Paths of hidden files are appended to `hidden`.
     """
     if "://" in name:
         listing = list_url(name, FetchOptions.from_config(config))
@@ -305,7 +314,7 @@ def _matches(
 
 
 def _known(path: Path, text_column: str | None) -> InputFile:
-    """A file by its own name, also where it is a link, in a folder by the folder's one name."""
+    """Return a file in its resolved folder; a link keeps its own name, which has the suffix."""
     path = path.parent.resolve() / path.name
     return (
         InputFile.here(path) if is_readable(path.name, text_column) else InputFile(str(path), 0, 0)
@@ -313,12 +322,13 @@ def _known(path: Path, text_column: str | None) -> InputFile:
 
 
 def _paths(name: str, hidden: list[str]) -> list[Path]:
+    """Return the local paths that an entry of data.paths matches."""
     try:
         path = Path(name).expanduser()
         if os.path.lexists(path):
             return [path]
         matched, out = glob_matches(str(path)) if glob.has_magic(name) else ([], [])
-    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, ~nobody
+    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, unknown ~user
         raise UserError(f"data.paths: {name[:80]!r}: {error}; correct the path") from error
     if not glob.has_magic(name):
         raise UserError(f"data.paths: {name} does not exist; write a file, a folder or a glob")
@@ -330,7 +340,11 @@ def _paths(name: str, hidden: list[str]) -> list[Path]:
 
 
 def _keep_cache_out(config: DataConfig, path: Path) -> None:
-    """Prepared files below a corpus folder would be read as text the next time."""
+    """Check that the cache is not in a corpus folder, whose next reading would include it.
+
+    Raises:
+        UserError: it is.
+    """
     if not path.is_dir():
         return
     cache, folder = Path(config.cache_folder).expanduser().resolve(), path.resolve()
@@ -343,7 +357,7 @@ def _keep_cache_out(config: DataConfig, path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileRow:
-    """A place in a file of rows; counted within the part that is read, shown within the file."""
+    """Row of a file: counted within the span that is read, printed as the row of the file."""
 
     source: InputRange
     number: int
@@ -354,7 +368,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class _Place:
-    """File and row, for a message: a text that costs a reading of the file is not made before."""
+    """File and row of an error. The text is created on demand, since it may read the file."""
 
     row: FileRow
 
@@ -366,37 +380,41 @@ Rows = Iterator[tuple[FileRow | int | None, str]]
 
 
 def is_readable(name: str, text_column: str | None) -> bool:
-    """Whether there is a reader for a file: of documents, or of rows of any columns."""
+    """Return whether there is a reader for a file and `text_column`."""
     kind = file_type(name)
     return kind is not None and kind.serves(text_column)
 
 
 def file_type(name: str) -> FileType | None:
-    """What reads a file, by its suffix."""
+    """Return the type of a file, by its suffix; None if it is unknown."""
     kind = _kinds(tuple(FILE_TYPES)).get(suffix_of(name))
     return None if kind is None else FILE_TYPES[kind]
 
 
 def suffix_of(name: str) -> str:
-    """What chooses a reader: the suffix, .gz and .zst with the one before; may be missing in it."""
+    """Return the suffix that selects the reader, including one before .gz and .zst.
+
+    It need not be a known suffix. "": the name has none.
+    """
     known = _kinds(tuple(FILE_TYPES))
     names = [name[name.rfind("/") + 1 :].lower() for name in file_names(name)]
     for last in names:
-        if found := [suffix for suffix in known if last.endswith(suffix)]:
-            return max(found, key=len)
+        matches = [suffix for suffix in known if last.endswith(suffix)]
+        if matches:
+            return max(matches, key=len)
     first = names[0]
     return first[first.rfind(".") :] if "." in first else ""
 
 
 @functools.cache
 def _kinds(names: tuple[str, ...]) -> dict[str, str]:
-    """The kind of file by its suffix, with .gz and .zst and without."""
+    """Return the name of the file type by suffix, with and without .gz and .zst."""
     packed = {name: PACKED if FILE_TYPES[name].packed else ("",) for name in names}
     return {f"{name}{end}": name for name in names for end in packed[name]}
 
 
 def readable_kinds(text_column: str | None) -> str:
-    """The kinds of files that are read, for people."""
+    """Return a text with the file types that can be read."""
     kinds = {name: kind for name, kind in FILE_TYPES.items() if kind.serves(text_column)}
     packed = " ".join(name for name, kind in kinds.items() if kind.packed)
     others = " ".join(name for name, kind in kinds.items() if not kind.packed)
@@ -415,12 +433,12 @@ def _text(source: InputRange, text_column: str) -> Rows:
 
 
 def _python(source: InputRange, text_column: str) -> Rows:
-    """Python sources may declare another encoding in their first two lines (PEP 263)."""
+    """Read a Python source, which may declare its encoding in the first two lines (PEP 263)."""
     name, data = source.name, source.whole()
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     except SyntaxError as error:
-        decode(name, data)  # names the byte where that is the reason
+        decode(name, data)  # raises an error with the invalid byte, if there is one
         raise UserError(f"{name}: {error.msg[:80]}; convert the file to UTF-8") from error
     yield None, decode(name, data, "utf-8" if encoding == "utf-8-sig" else encoding)
 
@@ -440,7 +458,7 @@ def _line_texts(source: InputRange, lines: Iterable[bytes], text_column: str) ->
 
 
 def _cut_lines(source: InputRange, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Equal parts of a file of lines: where each begins and ends, and its bytes."""
+    """Split a file of lines into equal parts; yield start, stop and size of each."""
     size = source.file.size
     parts = -(-size // longest)
     for start, stop in pairwise(size * n // parts for n in range(parts + 1)):
@@ -456,7 +474,8 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     except WrongFormatError as error:
         raise bad_row(where, error) from error
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # of a long integer: how a program could allow it
+        # after ";", the error about a long integer explains how a program can raise the limit
+        reason = str(error).partition(";")[0]
         why = f"not JSON: {reason}; every line must hold one object"
         raise BadRow(where, why, "not JSON") from error
     if not isinstance(row, dict):
@@ -465,7 +484,7 @@ def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
 
 
 def _json(source: InputRange, text_column: str) -> Rows:
-    """A list of objects, numbered from 1; or lines, which many files of this name hold."""
+    """Read a list of objects, numbered from 1; or lines, which many .json files contain."""
     data = source.whole().removeprefix(codecs.BOM_UTF8)
     if not data.lstrip().startswith(b"["):
         lines = data.split(b"\n")
@@ -496,9 +515,9 @@ def _entry_text(where: str, row: Any, text_column: str) -> str:
 
 
 def _csv(source: InputRange, text_column: str) -> Rows:
-    """RFC 4180, the first line naming the columns; a field may go over several lines."""
+    """Read a CSV file (RFC 4180) with a header; a field may contain line ends."""
     csv.field_size_limit(_LONGEST_FIELD)
-    number, size = 1, 0  # of the row that is read
+    number, size = 1, 0  # of the current row
 
     def lines() -> Iterator[str]:
         nonlocal size
@@ -511,7 +530,7 @@ def _csv(source: InputRange, text_column: str) -> Rows:
     rows = csv.reader(lines(), strict=True)
     try:
         names = next(rows, [])
-        if not names:  # an empty file, as of the other kinds
+        if not names:  # an empty file is not an error, as for other types
             return
         check_columns(f"{source.name}:1", text_column, names)
         while True:
@@ -537,7 +556,7 @@ def _fields_text(where: str, names: list[str], row: list[str], text_column: str)
 
 
 def _wet(source: InputRange, text_column: str) -> Rows:
-    """A page a record, counted from 1."""
+    """Read a WET file: one page per record, numbered from 1."""
     record = 0
     with as_file(source.unpacked()) as file:
         while first := file.readline(_LONGEST_LINE):
@@ -554,7 +573,7 @@ def _wet(source: InputRange, text_column: str) -> Rows:
             if is_page and length > source.longest:
                 raise source.too_long(where)
             content = []
-            while length:  # no more memory than there are bytes, whatever length is named
+            while length:  # in chunks, so that a wrong length does not allocate memory
                 part = file.read(min(length, CHUNK))
                 if not part:
                     raise UserError(f"{where}: the file ends within it; download it again")
@@ -565,7 +584,7 @@ def _wet(source: InputRange, text_column: str) -> Rows:
 
 
 def _headers(file: BinaryIO, where: str) -> dict[str, str]:
-    """Up to the empty line; names in lower case."""
+    """Read the headers of a record up to the empty line; their names become lower case."""
     headers: dict[str, str] = {}
     while (line := file.readline(_LONGEST_LINE)).strip():
         name, _, value = line.decode("utf-8", "replace").partition(":")
@@ -585,24 +604,24 @@ def _length(headers: dict[str, str], where: str) -> int:
 
 
 Cut = Callable[[InputRange, int], Iterator[tuple[int, int, int]]]
-"""Of a file and the most bytes of a part: each part's `Span.start`, `stop` and `n_bytes`."""
+"""Splits a file into parts of a maximal size; yields `Span.start`, `stop` and `n_bytes` of each."""
 
 
 @dataclass(frozen=True)
 class FileType(ChoiceRecord):
-    """A kind of file: `make(source, text_column)` yields (row, text)."""
+    """File type: `make(source, text_column)` yields (row, text)."""
 
     rows: bool = field(default=False, kw_only=True)
-    """Whether it holds rows of columns, of which `pick` takes the text."""
+    """It has rows with columns, from which `pick` takes the text."""
     documents: bool = field(default=True, kw_only=True)
-    """Whether it is read as text; false: only as rows of columns."""
+    """It can be read as documents; false: only as rows with columns."""
     packed: bool = field(default=True, kw_only=True)
-    """Whether its name may also end with .gz or .zst; parquet is compressed within."""
+    """Its name may also end with .gz or .zst; parquet is compressed internally."""
     cut: Cut | None = field(default=None, kw_only=True)
-    """How a large file is cut; None: not at all."""
+    """Splits a large file; None: the file cannot be split."""
 
     def serves(self, text_column: str | None) -> bool:
-        """Whether it gives what is asked for."""
+        """Return whether the type can be read with this `text_column`."""
         return self.rows if text_column == ROW else self.documents
 
 
