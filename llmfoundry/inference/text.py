@@ -68,14 +68,14 @@ class TextStream:
         prompt: Sequence[int] = (),
         is_text: bool = False,
     ) -> None:
-        """Begin with no text.
+        """Create a stream without text.
 
         Args:
-            decode: the tokenizer's.
-            stops: texts before which the answer ends.
-            prompt: tokens before the answer: a space at its beginning, or a character that it
-                completes, depends on them.
-            is_text: the prompt was a text, whose characters are all complete.
+            decode: decode function of the tokenizer.
+            stops: stop strings.
+            prompt: tokens before the answer. A space at the beginning of the answer, or a character
+                that it completes, depends on them.
+            is_text: whether the prompt was a text, so that its characters are complete.
         """
         self._decode, self._stops = decode, tuple(stops)
         self._context: list[int] = []  # decoded already, so that a token reads as in the text

@@ -1,9 +1,8 @@
-"""The server: requests over HTTP in, answers of the engine out; `cli/commands/serve.py` runs it.
+"""HTTP server with OpenAI's API; `cli/commands/serve.py` runs it.
 
-Starlette and uvicorn are the web's side; msgspec, which is installed anyway, checks the fields, so
-that FastAPI would add a second language for errors and nothing else. The one idea: a request is
-read, checked and admitted before anything of a reply is sent, so that what is wrong with it has a
-status of its own; and whatever ends it, a client that leaves or a limit, gives its slots back.
+Starlette and uvicorn handle HTTP, and msgspec validates fields. A request is read, validated and
+admitted before any part of the reply is sent, so that each error has an HTTP status. However a
+request ends (a client that disconnects, a timeout), its slots are released.
 """
 
 from __future__ import annotations
@@ -44,25 +43,26 @@ from llmfoundry.inference.serve.responses import AnswerDelta, ReplyWriter, added
 from llmfoundry.inference.serve.worker import EngineWorker, Feed, News, ServerMetrics
 from llmfoundry.loopback import REFUSAL, names_loopback
 
-_LEFT = 499  # nginx's status for a client that has left; nobody reads it
-_DISCARDED = 1 << 26  # bytes of a refused request's body that are read all the same
+_LEFT = 499  # nginx's status for a client that has disconnected; only metrics show it
+_DISCARDED = 1 << 26  # maximal bytes of a rejected request's body that are read and discarded
 _DISCARD_SECONDS = 10.0
 _OVER = "the server was stopped before the answer was written; ask again later, or another server"
-_SEND_GRACE = 5.0  # seconds to send what is written when the time is over
+_SEND_GRACE = 5.0  # seconds after the timeout to send what is written
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may ask of the server.
+    """Limits on clients.
 
     Attributes:
-        body: bytes.
-        waiting: answers that wait for a slot, of all clients.
-        seconds: from a request's first byte to the last of its reply.
-        head_seconds: for a request's head, from the connection's beginning or the reply before.
-        pending: connections that have not sent a whole request; the oldest makes room for a new.
+        body: maximal size of a body in bytes.
+        waiting: maximal number of answers of all clients that wait for a slot.
+        seconds: timeout from a request's first byte to the last byte of its reply.
+        head_seconds: timeout of a request's head, from the start of the connection or last reply.
+        pending: maximal number of connections without a complete request. A new connection closes
+            the oldest one.
     """
 
     body: int
@@ -73,11 +73,11 @@ class Limits:
 
 
 class Server:
-    """The routes, and what they share.
+    """Routes and shared state of the server.
 
     Attributes:
-        app: for uvicorn.
-        connections: uvicorn's `http`.
+        app: application for uvicorn.
+        connections: connection class for uvicorn (`http`).
     """
 
     def __init__(
@@ -89,15 +89,14 @@ class Server:
         key: str | None,
         only_local: bool,
     ) -> None:
-        """Nothing is served yet.
+        """Create the application; nothing is served yet.
 
         Args:
             served: the model.
-            worker: the engine; started and stopped with the application.
-            limits: see above.
-            key: what clients must send; None: nothing.
-            only_local: refuse requests that name another host, as a browser's page would that has
-                its name point here.
+            worker: worker of the engine; started and stopped with the application.
+            limits: limits on clients.
+            key: API key that clients must send; None: no key.
+            only_local: reject requests with a foreign Host header (against DNS rebinding).
         """
         self._served, self._worker, self._limits = served, worker, limits
         self._key = None if key is None else _digest(key.encode())
@@ -130,7 +129,7 @@ class Server:
         self.connections = bounded_connections(bounds)
 
     def drain(self, seconds: float) -> None:
-        """Give up in so many seconds what is not written then; called when no requests come in."""
+        """Cancel unfinished answers after so many seconds; called when no new requests arrive."""
 
         def give_up() -> None:
             self._is_over = True
@@ -140,6 +139,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Start and stop the engine with the application."""
         self._worker.start()
         try:
             yield
@@ -147,7 +147,7 @@ class Server:
             await to_thread.run_sync(self._worker.stop)
 
     def _guarded(self, path: str, function: Handler) -> Handler:
-        """A handler whose client is checked first, and whose errors have OpenAI's form."""
+        """Return a handler that checks the client first and converts errors to OpenAI's format."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -168,7 +168,8 @@ class Server:
         return handle
 
     def _check_client(self, request: Request, *, is_open: bool) -> None:
-        # As it was sent: Starlette puts the socket's address in place of what it cannot parse.
+        """Raise a RequestError for a foreign Host header or a wrong API key."""
+        # the header as it was sent: Starlette replaces an invalid one by the socket's address
         hosts = request.headers.getlist("host")
         if self._only_local and not (len(hosts) == 1 and names_loopback(hosts[0])):
             raise RequestError(403, REFUSAL)
@@ -192,7 +193,7 @@ class Server:
         kind: type[Any],
         ask: Callable[[ServedModel, Any], CompletionRequest],
     ) -> Response:
-        """Read, check, admit; then the reply, whole or as a stream."""
+        """Read, validate and admit a request; return a complete or streamed reply."""
         began = time.monotonic()
         body = await self._read(request)
         fields: RequestFields = read_fields(body, kind)
@@ -213,10 +214,10 @@ class Server:
         return _Stream(reply, lambda status: self._metrics.replied(path, status))
 
     def _admit(self, asked: CompletionRequest) -> Feed:
-        """A place for each of the answers, all or none.
+        """Submit all answers of a request to the engine.
 
         Raises:
-            RequestError: there are none, or none are given any more.
+            RequestError: there are not enough places, or the server stops.
         """
         if self._worker.failure is not None:
             raise RequestError(503, "the engine has failed; ask again later, or another server")
@@ -238,13 +239,13 @@ class Server:
         return self._worker.submit(asked.requests)
 
     async def _read(self, request: Request) -> bytes:
-        """The body.
+        """Return the body of a request.
 
         Raises:
-            RequestError: it is too large, too slow, or of another kind.
+            RequestError: the body is too large, too slow, or not JSON.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # also what a page of a browser cannot send unasked
+        if kind != "application/json":  # a web page of another origin cannot send this type
             say = f"the body's Content-Type is {kind!r:.80}; send application/json"
             raise RequestError(415, say)
         try:
@@ -253,6 +254,7 @@ class Server:
             raise RequestError(408, "the request's body did not come in time") from None
 
     async def _read_body(self, request: Request) -> bytes:
+        """Return the body, up to the size limit."""
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
@@ -268,6 +270,7 @@ class Server:
             raise RequestError(404, say, param="model", code="model_not_found")
 
     def _model(self) -> dict[str, Any]:
+        """Return the description of the model."""
         facts = {"id": self._served.name, "object": "model", "created": self._created}
         return {**facts, "owned_by": "llmfoundry", "max_model_len": self._served.length}
 
@@ -288,7 +291,7 @@ class Server:
 
 
 class Reply:
-    """One request's answers as the engine writes them."""
+    """Reply to one request while the engine writes its answers."""
 
     def __init__(self, server: Server, asked: CompletionRequest, feed: Feed, began: float) -> None:
         """Nothing has come yet; `began`: when the request arrived, on the monotonic clock."""
@@ -307,11 +310,11 @@ class Reply:
 
     @property
     def left(self) -> float:
-        """Seconds until its time is over."""
+        """Return the seconds until the timeout."""
         return max(self._began + self._seconds - time.monotonic(), 0)
 
     async def whole(self) -> Response:
-        """All answers in one reply."""
+        """Return all answers in one reply."""
         parts: dict[int, list[AnswerDelta]] = {n: [] for n in range(len(self._writer.choices))}
         try:
             while self._feed.is_open:
@@ -322,13 +325,13 @@ class Reply:
         return _reply(self._writer.whole({index: added(said) for index, said in parts.items()}))
 
     async def begin(self) -> None:
-        """Wait for the first news, so that what fails before it has a status of its own."""
+        """Wait for the first output, so that an error before it gets an HTTP status."""
         self._first = await self._feed.next()
         if isinstance(self._first[1], Exception):
             self._take(*self._first)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """A stream's events (text/event-stream)."""
+        """Yield the events of a stream (text/event-stream)."""
         try:
             for index in range(len(self._writer.choices)):
                 if (head := self._writer.first(index)) is not None:
@@ -346,11 +349,12 @@ class Reply:
         yield b"data: [DONE]\n\n"
 
     def close(self) -> None:
-        """Give back the slots that are still taken."""
+        """Release the slots that are still in use."""
         self._timer.cancel()
         self._feed.end_all()
 
     def _take(self, index: int, news: News) -> tuple[int, AnswerDelta]:
+        """Return the index and the new part of an answer; raise a RequestError for an exception."""
         if isinstance(news, RequestError):
             raise news
         if isinstance(news, UserError):
@@ -362,7 +366,7 @@ class Reply:
             self._time(index)
         part = choice.take(news)
         if choice.is_done:
-            self._feed.end(index)  # at a stop string the engine would go on
+            self._feed.end(index)  # the engine does not know stop strings and would continue
             self._metrics.ended(str(part.finish))
             self._metrics.answer_length.observe(choice.n_tokens)
             if not self._feed.is_open:
@@ -370,6 +374,7 @@ class Reply:
         return index, part
 
     def _time(self, index: int) -> None:
+        """Measure the time to the first token and between tokens."""
         now, before = time.monotonic(), self._last_token.get(index)
         self._metrics.tokens.inc()
         if before is not None:
@@ -380,9 +385,9 @@ class Reply:
 
 
 class _ReadToTheEnd:
-    """Middleware: reads what a refused request still sends, so that its client hears why.
+    """Middleware that reads the rest of a rejected request before the reply is sent.
 
-    Who is sending when the connection closes gets an error of the network in place of the reply.
+    A client that is still sending when the connection closes gets a network error, not the reply.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -409,7 +414,7 @@ class _ReadToTheEnd:
 
 
 class _Stream(StreamingResponse):
-    """A reply in events; however it ends, its slots are free after it."""
+    """Streamed reply that releases its slots however it ends."""
 
     media_type = "text/event-stream"
 
@@ -427,7 +432,7 @@ class _Stream(StreamingResponse):
             is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         sending = super().__call__(scope, receive, send_noticed)
-        try:  # a client that does not read what it is sent has no more time than others
+        try:  # the timeout applies also to a client that does not read its reply
             await asyncio.wait_for(sending, self._reply.left + _SEND_GRACE)
         except (asyncio.TimeoutError, ClientDisconnect):
             pass
@@ -437,10 +442,10 @@ class _Stream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of some work, which is given up when the client leaves.
+    """Return the result of `work`; cancel it if the client disconnects.
 
     Raises:
-        ClientDisconnect: it has left.
+        ClientDisconnect: the client has disconnected.
     """
 
     async def watch() -> None:
@@ -460,7 +465,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 async def _other_error(request: Request, error: Exception) -> Response:
-    """What Starlette refuses by itself: unknown paths and methods."""
+    """Return the reply to errors of Starlette: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     say = f"{request.method} {request.url.path[:200]}: {error.detail}"
     if error.status_code == 404:
@@ -469,7 +474,7 @@ async def _other_error(request: Request, error: Exception) -> Response:
 
 
 async def _defect(request: Request, error: Exception) -> Response:
-    """What is no fault of the client's; uvicorn writes the traceback."""
+    """Return the reply to an internal error; uvicorn logs the traceback."""
     return _reply(RequestError(500, "a defect of the server; its log has more").body(), 500)
 
 
@@ -482,5 +487,5 @@ def _event(content: Mapping[str, Any]) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, so that comparing takes the same time for any key."""
+    """Return a digest of fixed length, so that comparison takes the same time for any key."""
     return hashlib.sha256(key).digest()

@@ -1,9 +1,9 @@
-"""Connections of the server, with bounds on those that have not sent a whole request.
+"""HTTP connections of the server, with limits on incomplete requests.
 
-uvicorn waits for ever for the rest of a request's head, and its limit of concurrency only refuses
-requests that are complete: a thousand half-sent heads take all of a process's open files. Here a
-connection has so many seconds for each state, and a new one takes the place of the oldest that is
-not a request yet.
+uvicorn has no timeout for the head of a request, and its concurrency limit counts only complete
+requests. A thousand half-sent heads could therefore use up all open files of the process. Here,
+each state of a connection has a timeout, and a new connection replaces the oldest one without a
+complete request if there are too many.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def most_pending() -> int:
-    """Connections without a whole request at most: half of the files that may be open.
+    """Return the maximal number of connections without a complete request: half of the open files.
 
-    The rest is for answers, and for what is accepted in one step of the event loop.
+    The other half is for replies and for connections that one step of the event loop accepts.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if files == resource.RLIM_INFINITY else min(1024, files // 2)
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may: each client is one, and the default is low."""
+    """Raise the soft limit of open files to the hard limit, because each client needs one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS takes less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -36,14 +36,14 @@ def raise_open_files() -> None:
 
 @dataclass
 class Bounds:
-    """What the connections of one server share.
+    """Limits and state that the connections of one server share.
 
     Attributes:
-        head_seconds: for a request's head, from the connection's beginning or the reply before.
-        request_seconds: from a request's head to the last byte of its reply.
-        most: connections without a whole request.
-        count_closed: called with the reason, late or crowded, when one is closed.
-        pending: the connections without a whole request, the oldest first.
+        head_seconds: timeout of a request's head, from the start of the connection or last reply.
+        request_seconds: timeout from a request's head to the last byte of its reply.
+        most: maximal number of connections without a complete request.
+        count_closed: called with "late" or "crowded" when a connection is closed.
+        pending: connections without a complete request, the oldest first.
     """
 
     head_seconds: float
@@ -54,11 +54,11 @@ class Bounds:
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection, closed when it is late or when too many wait for a request."""
+    """Connection of uvicorn that is closed after a timeout, or if there are too many."""
 
     bounds: Bounds
     _timer: asyncio.TimerHandle | None = None
-    _timed: object = None  # the request that the timer is of, or the connection between two
+    _timed: object = None  # the request that the timer belongs to; the connection between requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first head."""
@@ -66,7 +66,7 @@ class BoundedConnection(H11Protocol):
         self._note_state()
 
     def data_received(self, data: bytes) -> None:
-        """Look whether a request has begun."""
+        """Check whether a request has begun."""
         super().data_received(data)
         self._note_state()
 
@@ -76,22 +76,25 @@ class BoundedConnection(H11Protocol):
         self._note_state()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the pending ones."""
         super().connection_lost(exc)
         self.bounds.pending.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
 
     def _note_state(self) -> None:
-        """Start the timer of a new state, and make room for a connection without a request."""
+        """Start the timer of a new state; if too many connections are pending, close the oldest."""
+        # the state is a request that is being handled, or else the connection
         bounds = self.bounds
-        request = cast(Any, self.cycle)  # None before the first
+        request = cast(Any, self.cycle)  # None before the first request
         is_request = request is not None and not request.response_complete
         state = request if is_request else self
         if self._timed is not state:
             self._timed = state
             seconds = bounds.request_seconds if is_request else bounds.head_seconds
             self._call_later(seconds, self._is_late)
+
+        # pending until the request is complete
         if is_request and not request.more_body:
             bounds.pending.pop(self, None)
         elif self not in bounds.pending:
@@ -103,6 +106,7 @@ class BoundedConnection(H11Protocol):
                 oldest.transport.abort()
 
     def _is_late(self) -> None:
+        """Close the connection; while a reply is being sent, wait once more."""
         if self._timed is self and self.transport.get_write_buffer_size():
             self._call_later(self.bounds.request_seconds, self._is_late)  # the reply is being sent
             self._timed = None
@@ -117,5 +121,5 @@ class BoundedConnection(H11Protocol):
 
 
 def bounded_connections(bounds: Bounds) -> type[H11Protocol]:
-    """Return uvicorn's class of connections of one server, with bounds."""
+    """Return the connection class for uvicorn with the limits of one server."""
     return type("Connection", (BoundedConnection,), {"bounds": bounds})

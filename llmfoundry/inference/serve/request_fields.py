@@ -1,9 +1,9 @@
-"""A request's fields, checked, and the sequences for the engine that they ask for.
+"""Validation of request fields, and conversion of a request to sequences for the engine.
 
-`app` reads bodies with `read_fields`, and calls `make_completion_request` and `make_chat_request`;
-`responses` writes what was asked for. The one idea: a field is either obeyed, or refused by name
-where it would change the answer; only what changes nothing (`HARMLESS`, and others' neutral values)
-is passed over. What app and answers need to know of the model is `ServedModel`.
+`app` parses bodies with `read_fields`, and calls `make_completion_request` and `make_chat_request`.
+`responses` formats the results. Every field is either supported, or rejected by name if it would
+change the answer. Only fields without an effect (`HARMLESS`, and neutral values of unsupported
+fields) are ignored. `ServedModel` has the properties of the model that requests depend on.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class RequestError(Exception):
-    """Why a request is not served, as OpenAI's clients expect it."""
+    """Error reply to a request, in the form that OpenAI's clients expect."""
 
     def __init__(self, status: int, message: str, *, param: str = "", code: str = "") -> None:
-        """Say why.
+        """Set the contents of the reply.
 
         Args:
-            status: of HTTP.
-            message: what is wrong, and what to write.
-            param: the field that it is about.
-            code: a word for programs.
+            status: HTTP status.
+            message: the fault, and what to write instead.
+            param: name of the field.
+            code: error code for programs.
         """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """Return the JSON object of the reply."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param or None}
         return {"error": error | {"code": self.code or None}}
@@ -64,7 +64,7 @@ _TYPES = {
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How an answer streams."""
+    """Options of a streamed reply."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -72,7 +72,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """Fields of both kinds of request; unset ones have OpenAI's defaults."""
+    """Fields of both kinds of request; unset fields have OpenAI's defaults."""
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -92,11 +92,11 @@ class RequestFields(msgspec.Struct, kw_only=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts before which an answer ends."""
+        """Return the stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, seed: int) -> Sampling:
-        """How tokens are drawn, with the seed of one answer."""
+        """Return the sampling settings of an answer with this seed."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
@@ -107,7 +107,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
         )
 
     def check(self) -> None:
-        """See that the fields fit each other.
+        """Check that the fields fit each other.
 
         Raises:
             RequestError: they do not.
@@ -123,17 +123,17 @@ class RequestFields(msgspec.Struct, kw_only=True):
 
 
 class CompletionFields(RequestFields, kw_only=True):
-    """A body of /v1/completions."""
+    """Fields of /v1/completions."""
 
     prompt: str | list[str | Id | list[Id]]
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
 
     def texts_or_ids(self) -> list[str | list[int]]:
-        """The prompts, one or several.
+        """Return the list of prompts.
 
         Raises:
-            RequestError: texts and tokens are mixed, or there are none.
+            RequestError: texts and token ids are mixed, or there are no prompts.
         """
         given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         ids = [part for part in given if isinstance(part, int)]
@@ -148,7 +148,7 @@ class CompletionFields(RequestFields, kw_only=True):
         return prompts
 
     def check(self) -> None:
-        """See that the fields fit each other.
+        """Check that the fields fit each other.
 
         Raises:
             RequestError: they do not.
@@ -160,7 +160,7 @@ class CompletionFields(RequestFields, kw_only=True):
 
 
 class ChatFields(RequestFields, kw_only=True):
-    """A body of /v1/chat/completions."""
+    """Fields of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -168,7 +168,7 @@ class ChatFields(RequestFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
     def check(self) -> None:
-        """See that the fields fit each other.
+        """Check that the fields fit each other.
 
         Raises:
             RequestError: they do not.
@@ -188,15 +188,16 @@ class ChatFields(RequestFields, kw_only=True):
             raise RequestError(400, say, param="top_logprobs")
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them: contents are texts.
+        """Return the messages for the chat template, with plain text contents.
 
         Raises:
-            RequestError: a message has no role, or holds something other than text.
+            RequestError: a message has no role, or contents other than text.
         """
         return [_plain(message, f"messages[{n}]") for n, message in enumerate(self.messages)]
 
 
 def _plain(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a message with its content parts joined; `place` names it in errors."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(
@@ -210,6 +211,7 @@ def _plain(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _part_text(part: Any, place: str) -> str:
+    """Return the text of a content part."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -250,15 +252,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields of others that are not obeyed here, and the values that ask for nothing."""
+"""Unsupported fields of other servers, and their values without an effect."""
 AnyFields = TypeVar("AnyFields", bound=RequestFields)
 
 
 def read_fields(body: bytes, kind: type[AnyFields]) -> AnyFields:
-    """A body's fields, checked.
+    """Parse and validate a request body.
 
     Raises:
-        RequestError: it is not JSON, lacks a field, or has one that cannot be obeyed.
+        RequestError: the body is not JSON, lacks a field, or has an unsupported field.
     """
     try:
         given = msgspec.json.decode(body)
@@ -275,6 +277,7 @@ def read_fields(body: bytes, kind: type[AnyFields]) -> AnyFields:
 
 
 def _refuse_unknown(given: Mapping[str, Any], kind: type[RequestFields]) -> None:
+    """Raise a RequestError for an unsupported field with an effect."""
     known = {field.name for field in msgspec.structs.fields(kind)}
     for name, value in given.items():
         if name in known or name in HARMLESS or value is None or value in NEUTRAL.get(name, ()):
@@ -284,33 +287,34 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type[RequestFields]) -> None
 
 
 def _of_field(problem: str) -> RequestError:
-    """The words of msgspec, "Expected `int`, got `str` - at `$.n`", as ours."""
-    said, _, place = problem.partition(" - at ")
-    if missing := re.search(r"missing required field `(\w+)`", said):
+    """Convert an error of msgspec, "Expected `int`, got `str` - at `$.n`", to our form."""
+    message, _, location = problem.partition(" - at ")
+    missing = re.search(r"missing required field `(\w+)`", message)
+    if missing:
         return RequestError(400, f"{missing[1]}: is required", param=missing[1])
-    param = place.strip("`").removeprefix("$").lstrip(".")
-    return RequestError(400, f"{param}: {said}" if param else said, param=param)
+    param = location.strip("`").removeprefix("$").lstrip(".")
+    return RequestError(400, f"{param}: {message}" if param else message, param=param)
 
 
-MOST_LOGPROBS = 20  # alternatives of a token
-_COMPLETION = 16  # tokens of a completion where the request does not say; OpenAI's number
+MOST_LOGPROBS = 20  # maximal number of alternatives of a token
+_COMPLETION = 16  # default max_tokens of a completion, as in OpenAI's API
 _SEEDS = 2**63
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that is served, and what one request may ask of it.
+    """The served model, and limits on a request.
 
     Attributes:
-        name: what clients call it.
-        tokenizer: its tokenizer.
-        template: how messages become a text; None: there is none, for the reason `no_template`.
-        prompt_ids: the ids of a text to be continued; see `OpenedModel.prompt_ids`.
-        n_tokens: ids below it are tokens of the model.
-        length: tokens of a prompt and its answer together at most.
-        most_tokens: tokens of an answer at most; None: as many as there is room for.
-        most_sequences: answers to one request at most, over all its prompts.
-        end_ids: tokens that end an answer, beside those that end a turn.
+        name: name of the model for clients.
+        tokenizer: tokenizer of the model.
+        template: chat template; None: there is none, for the reason `no_template`.
+        prompt_ids: encodes a prompt; see `OpenedModel.prompt_ids`.
+        n_tokens: number of token ids of the model.
+        length: maximal number of tokens of a prompt and its answer together.
+        most_tokens: maximal number of tokens of an answer; None: as many as fit.
+        most_sequences: maximal number of answers to all prompts of a request.
+        end_ids: tokens that end an answer, apart from those that end a turn.
     """
 
     name: str
@@ -326,20 +330,20 @@ class ServedModel:
 
     @cached_property
     def spelled(self) -> Callable[[int], bytes]:
-        """The bytes of a token; see `Tokenizer.spelled`."""
+        """Return a cached function from a token to its bytes; see `Tokenizer.spelled`."""
         return lru_cache(1 << 16)(self.tokenizer.spelled)
 
 
 @dataclass(frozen=True)
 class RequestPrompt:
-    """A text to be continued.
+    """A prompt.
 
     Attributes:
-        ids: its tokens.
-        is_text: it came as a text, not as tokens.
-        echo: the text that the answer begins with.
-        starts: of each token, how many characters of `echo` come before its own; only where the
-            prompt's log-probabilities are reported.
+        ids: token ids.
+        is_text: whether the client sent a text, not token ids.
+        echo: text that the answer begins with.
+        starts: offset of each token's text in `echo`; only if log-probabilities of the prompt are
+            reported.
     """
 
     ids: tuple[int, ...]
@@ -350,15 +354,15 @@ class RequestPrompt:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What one HTTP request asks for.
+    """A validated HTTP request.
 
     Attributes:
-        fields: as the client wrote them.
-        prompts: to each, n answers.
-        requests: those to the first prompt, then to the second, and so on.
-        stops: texts before which an answer ends.
-        stop_ids: tokens before which it ends, whether or not the engine looks for them.
-        hides_special_tokens: answers do not spell them.
+        fields: fields from the client.
+        prompts: prompts, with n answers each.
+        requests: sequences for the engine: those of the first prompt first.
+        stops: stop strings.
+        stop_ids: tokens that end an answer, even if the engine does not stop at them.
+        hides_special_tokens: whether special tokens are omitted from answers.
     """
 
     fields: RequestFields
@@ -370,19 +374,19 @@ class CompletionRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Return the number of prompt tokens; each prompt counts once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def prompt_of(self, index: int) -> RequestPrompt:
-        """The prompt of an answer."""
+        """Return the prompt of an answer."""
         return self.prompts[index * len(self.prompts) // len(self.requests)]
 
 
 def make_completion_request(served: ServedModel, fields: CompletionFields) -> CompletionRequest:
-    """What a body of /v1/completions asks for.
+    """Convert a request to /v1/completions.
 
     Raises:
-        RequestError: this model cannot do it.
+        RequestError: the model does not support the request.
     """
     given = fields.texts_or_ids()
     _check_count(served, fields, len(given))  # before any is encoded
@@ -395,10 +399,10 @@ def make_completion_request(served: ServedModel, fields: CompletionFields) -> Co
 
 
 def make_chat_request(served: ServedModel, fields: ChatFields) -> CompletionRequest:
-    """What a body of /v1/chat/completions asks for.
+    """Convert a request to /v1/chat/completions.
 
     Raises:
-        RequestError: this model cannot do it.
+        RequestError: the model does not support the request.
     """
     _check_count(served, fields, 1)
     template = served.template
@@ -426,22 +430,28 @@ def _asked(
     logprobs: int | None,
     end_of_turn: str = "",
 ) -> CompletionRequest:
-    """Sequences for prompts whose answers have `most` tokens at most."""
+    """Return the request for prompts whose answers have at most `most` tokens."""
+    # limits
     n = fields.n or 1
     _check_size(served, fields, prompts, most)
     if logprobs is not None and logprobs > MOST_LOGPROBS:
         name = "top_logprobs" if isinstance(fields, ChatFields) else "logprobs"
         raise RequestError(400, f"{name}: {logprobs}; write {MOST_LOGPROBS} at most", param=name)
+
+    # stop strings and stop tokens
     stops, stop_ids = fields.stops, served.end_ids
     if end_of_turn:
         stops, stop_ids = (*stops, end_of_turn), stop_ids | _as_one(served.tokenizer, end_of_turn)
     if fields.ignore_eos:
         stops, stop_ids = fields.stops, frozenset()
-    # A stop that is a special token is found by its id, one that has some in a text that has them.
+    # a stop string that is a special token is found by its id; one that contains a special token
+    # is found only in a text with special tokens
     special = served.tokenizer.special_tokens
     stop_ids |= {i for stop in stops if stop in special for i in served.tokenizer.encode_chat(stop)}
     others = [stop for stop in stops if stop not in special]
     hides = not any(token in stop for stop in others for token in special)
+
+    # a sequence for each answer
     is_echoed = isinstance(fields, CompletionFields) and bool(fields.echo) and logprobs is not None
     answers = [(prompt, room) for prompt, room in zip(prompts, most, strict=True) for _ in range(n)]
     seeds = _seeds(fields.seed, [prompt.ids for prompt, _ in answers])
@@ -450,7 +460,7 @@ def _asked(
             prompt.ids,
             room,
             fields.sampling(seed),
-            # Who scores a text takes the last token of the answer for one more than the text's.
+            # scoring clients expect one token after the echoed text, even if it ends the answer
             stop_ids=frozenset() if is_echoed else stop_ids,
             logprobs=logprobs,
             prompt_logprobs=is_echoed,
@@ -462,27 +472,26 @@ def _asked(
 
 
 def _seeds(seed: int | None, prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """A seed of its own for each answer, from the prompt of each.
+    """Return a seed for each answer, given its prompt.
 
-    With the request's seed, the k-th answer to a prompt is the same whatever other prompts the
-    request has.
+    With a seed in the request, the k-th answer to a prompt does not depend on other prompts.
     """
     if seed is None:
         return [secrets.randbelow(_SEEDS) for _ in prompts]
-    answered, seeds = Counter[tuple[int, ...]](), []
+    counts, seeds = Counter[tuple[int, ...]](), []
     for prompt in prompts:
-        seeds.append((seed + answered[prompt]) % _SEEDS)
-        answered[prompt] += 1
+        seeds.append((seed + counts[prompt]) % _SEEDS)
+        counts[prompt] += 1
     return seeds
 
 
 def _prompt(
     served: ServedModel, fields: CompletionFields, prompt: str | list[int]
 ) -> RequestPrompt:
-    """Return the prompt's tokens and its echo.
+    """Return the token ids of a prompt and its echo.
 
     Raises:
-        RequestError: a token is not of this model, or there are none.
+        RequestError: a token id is invalid, or there are no tokens.
     """
     if isinstance(prompt, str):
         ids = served.prompt_ids(prompt, add_special_tokens=fields.add_special_tokens is not False)
@@ -502,9 +511,9 @@ def _prompt(
 
 
 def _starts(tokenizer: Tokenizer, prompt: str | list[int], n_tokens: int) -> list[int]:
-    """Of each of the prompt's tokens, how many characters of its text come before its own.
+    """Return the offset of each prompt token's text.
 
-    Characters that the tokenizer leaves out, such as spaces, belong to the token behind them.
+    Characters that the tokenizer omits, such as spaces, belong to the following token.
     """
     if not isinstance(prompt, str):
         stream = TextStream(tokenizer.decode)
@@ -520,6 +529,7 @@ def _starts(tokenizer: Tokenizer, prompt: str | list[int], n_tokens: int) -> lis
 
 
 def _check_count(served: ServedModel, fields: RequestFields, prompts: int) -> None:
+    """Raise a RequestError for too many answers."""
     sequences = prompts * (fields.n or 1)
     if sequences > served.most_sequences:
         say = f"n: {sequences} answers in one request; write {served.most_sequences} at most"
@@ -532,6 +542,7 @@ def _check_size(
     prompts: Sequence[RequestPrompt],
     most: Sequence[int],
 ) -> None:
+    """Raise a RequestError for answers or prompts that are too long."""
     for prompt, room in zip(prompts, most, strict=True):
         if served.most_tokens is not None and room > served.most_tokens:
             say = f"max_tokens: {room}; this server writes {served.most_tokens} at most"
@@ -548,6 +559,6 @@ def _check_size(
 
 
 def _as_one(tokenizer: Tokenizer, end: str) -> frozenset[int]:
-    """The token that is all of what ends a turn, if there is one."""
+    """Return the token that is the complete end of a turn, if there is one."""
     ids = tokenizer.encode_chat(end)
     return frozenset(ids) if len(ids) == 1 else frozenset()

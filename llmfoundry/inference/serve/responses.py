@@ -1,7 +1,7 @@
-"""Answers as OpenAI's protocol has them: whole, or in parts as they are written.
+"""Replies in the format of OpenAI's API, complete or streamed.
 
-`app` makes a `ReplyWriter` of each request. The one idea: an answer is a series of `AnswerDelta`s,
-and a whole answer is its parts added up, so that both kinds of reply are written by the same lines.
+`app` creates a `ReplyWriter` for each request. An answer is a series of `AnswerDelta`s. A complete
+answer is the sum of its deltas, so both kinds of reply use the same code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from llmfoundry.inference.serve.request_fields import (
 )
 from llmfoundry.inference.text import TextStream
 
-_LEAST = -9999.0  # a log-probability for what JSON has no number for, as vLLM writes it
+_LEAST = -9999.0  # replaces log-probabilities that JSON cannot represent, as in vLLM
 
 
 @dataclass(frozen=True)
 class ReportedToken:
-    """A token whose log-probability is reported, and where its text begins in the answer's."""
+    """A token with its log-probability and the offset of its text in the answer."""
 
     token: int
     logprob: float | None
@@ -37,7 +37,7 @@ class ReportedToken:
 
 @dataclass
 class AnswerDelta:
-    """What is new of an answer."""
+    """New part of an answer."""
 
     text: str = ""
     tokens: list[ReportedToken] = field(default_factory=list)
@@ -48,11 +48,11 @@ class AnswerDelta:
 
 
 class AnswerChoice:
-    """One answer that is being written.
+    """One answer in progress.
 
     Attributes:
-        n_tokens: drawn so far, those of a stop string too.
-        is_done: it has its finish.
+        n_tokens: number of tokens sampled so far, including those of a stop string.
+        is_done: whether the answer has a finish reason.
     """
 
     def __init__(self, served: ServedModel, asked: CompletionRequest, index: int) -> None:
@@ -75,11 +75,12 @@ class AnswerChoice:
         self.n_tokens, self.is_done = 0, False
 
     def take(self, news: TokenOutput) -> AnswerDelta:
-        """What the engine's news adds to the answer.
+        """Return the part of the answer that an output of the engine adds.
 
         Raises:
-            RequestError: the model gives no numbers.
+            RequestError: the logits are not finite.
         """
+        # the first delta has the echo and the log-probabilities of the prompt
         part = AnswerDelta()
         if not self._has_begun:
             self._has_begun = True
@@ -91,6 +92,8 @@ class AnswerChoice:
                 ]
         if news.finish == "error":
             raise RequestError(500, "the model's logits are not finite numbers")
+
+        # text of the token; at the end, all remaining text
         text = ""
         finish: str | None = news.finish
         if news.token is not None:
@@ -106,6 +109,7 @@ class AnswerChoice:
         return part
 
     def _push(self, news: TokenOutput, token: int) -> tuple[str, str | None]:
+        """Add a token; return the text that is final now, and the finish reason."""
         if token in self._stop_ids:
             if self._keeps_end:
                 self._waiting.append(news)
@@ -116,25 +120,25 @@ class AnswerChoice:
         return self._stream.push(token), news.finish
 
     def _certain(self) -> list[ReportedToken]:
-        """Tokens whose text was released, at least in part; at the end all that have any."""
+        """Return the tokens whose text was released at least in part; at the end, all with text."""
         if not self._waiting:
             return []
         starts = self._stream.starts[self._n_certain :]
         n = sum(start < self._released for start in starts)
         if self.is_done and not self._stream.stopped:
             n = len(self._waiting)
-        starts.append(self._released)  # of the token that ended the answer
-        found = [
-            ReportedToken(news.token, news.logprob, news.top, len(self._echo) + start)
-            for news, start in zip(self._waiting[:n], starts, strict=False)
-            if news.token is not None
-        ]
+        starts.append(self._released)  # offset of the token that ended the answer
+        reported = []
+        for news, start in zip(self._waiting[:n], starts, strict=False):
+            if news.token is not None:
+                offset = len(self._echo) + start
+                reported.append(ReportedToken(news.token, news.logprob, news.top, offset))
         self._waiting, self._n_certain = self._waiting[n:], self._n_certain + n
-        return found
+        return reported
 
 
 class ReplyWriter:
-    """One request's reply."""
+    """Formatter of the reply to one request."""
 
     def __init__(self, served: ServedModel, asked: CompletionRequest) -> None:
         """Nothing is written yet."""
@@ -151,18 +155,18 @@ class ReplyWriter:
         self._head = {**identity, "created": int(time.time()), "model": served.name}
 
     def usage(self) -> dict[str, int]:
-        """Tokens read and written so far."""
+        """Return the number of tokens read and written so far."""
         read, written = self._asked.prompt_tokens, sum(c.n_tokens for c in self.choices)
         counts = {"prompt_tokens": read, "completion_tokens": written}
         return counts | {"total_tokens": read + written}
 
     def whole(self, parts: Mapping[int, AnswerDelta]) -> dict[str, Any]:
-        """The reply, once all answers are there."""
+        """Return the complete reply, from the joined deltas of each answer."""
         choices = [self._choice(index, part) for index, part in sorted(parts.items())]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What a stream has of an answer before its first part."""
+        """Return the first chunk of an answer in a stream; None for completions."""
         if not self._is_chat:
             return None
         delta = {"role": "assistant", "content": ""}
@@ -171,11 +175,11 @@ class ReplyWriter:
         )
 
     def part(self, index: int, part: AnswerDelta) -> dict[str, Any]:
-        """A part of an answer, in a stream."""
+        """Return the chunk of a delta in a stream."""
         return self._chunk([self._choice(index, part)])
 
     def last(self) -> dict[str, Any] | None:
-        """What ends a stream: the usage, if it was asked for."""
+        """Return the last chunk of a stream, with the usage; None if it was not requested."""
         options = self._asked.fields.stream_options
         if options is None or not (options.include_usage or options.continuous_usage_stats):
             return None
@@ -202,20 +206,26 @@ class ReplyWriter:
         return {"index": index, "message": message, **end}
 
     def _completion_scores(self, part: AnswerDelta) -> dict[str, Any]:
-        spelled = [self._spelling(shown.token) for shown in part.tokens]
-        tops = [
-            None
-            if shown.logprob is None
-            else {self._spelling(token): _number(value) for token, value in _with_own(shown)}
-            for shown in part.tokens
-        ]
-        logprobs = [None if s.logprob is None else _number(s.logprob) for s in part.tokens]
-        offsets = [shown.offset for shown in part.tokens]
-        scores: dict[str, Any] = {"tokens": spelled, "token_logprobs": logprobs}
+        """Return the `logprobs` object of a completion."""
+        texts: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for reported in part.tokens:
+            texts.append(self._spelling(reported.token))
+            offsets.append(reported.offset)
+            if reported.logprob is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            logprobs.append(_number(reported.logprob))
+            pairs = _with_own(reported)
+            tops.append({self._spelling(token): _number(value) for token, value in pairs})
+        scores: dict[str, Any] = {"tokens": texts, "token_logprobs": logprobs}
         return scores | {"top_logprobs": tops, "text_offset": offsets}
 
     def _spelling(self, token: int) -> str:
-        """A token's text; of one that is no whole characters its bytes, as OpenAI writes them."""
+        """Return the text of a token; for incomplete characters its bytes, in OpenAI's notation."""
         raw = self._bytes(token)
         try:
             return raw.decode()
@@ -223,24 +233,23 @@ class ReplyWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _chat_scores(self, part: AnswerDelta) -> dict[str, Any]:
+        """Return the `logprobs` object of a chat answer."""
+
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
             raw = self._bytes(token)
             number = _number(_LEAST if logprob is None else logprob)
             text = raw.decode("utf-8", errors="replace")
             return {"token": text, "logprob": number, "bytes": list(raw)}
 
-        return {
-            "content": [
-                entry(shown.token, shown.logprob)
-                | {"top_logprobs": [entry(token, value) for token, value in shown.top]}
-                for shown in part.tokens
-            ],
-            "refusal": None,
-        }
+        content = []
+        for reported in part.tokens:
+            top = [entry(token, value) for token, value in reported.top]
+            content.append(entry(reported.token, reported.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
 
 def added(parts: Iterable[AnswerDelta]) -> AnswerDelta:
-    """Several parts of an answer as one."""
+    """Join several deltas of an answer."""
     whole = AnswerDelta()
     for part in parts:
         whole.text += part.text
@@ -250,7 +259,7 @@ def added(parts: Iterable[AnswerDelta]) -> AnswerDelta:
 
 
 def _with_own(shown: ReportedToken) -> Alternatives:
-    """The likeliest tokens, and the one that was drawn if it is none of them."""
+    """Return the most probable tokens and the sampled token."""
     if shown.logprob is None or any(token == shown.token for token, _ in shown.top):
         return shown.top
     return (*shown.top, (shown.token, shown.logprob))

@@ -1,11 +1,11 @@
-"""The engine in a thread of its own, and the event loop's side of it.
+"""Engine in a separate thread, and its interface for the event loop.
 
-`app` submits requests and reads a `Feed` of what becomes of them. The one idea: only the thread
-touches the engine; what the loop wants waits in an inbox, and a step's news crosses back in one
-call, so that 200 answers cost one wake-up a step.
+`app` submits requests and reads their outputs from a `Feed`. Only the thread calls the engine.
+Requests wait in an inbox, and all outputs of a step are passed to the event loop in one call, so
+that 200 answers cost one wake-up per step.
 
-`ServerMetrics` is what Prometheus gets: vLLM's names where they mean the same, so that a dashboard
-made for vLLM reads this server too.
+`ServerMetrics` has the metrics for Prometheus. Metrics with the same meaning as in vLLM have vLLM's
+names, so that dashboards for vLLM work.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ from llmfoundry.errors import UserError
 from llmfoundry.inference.requests import Engine, SequenceRequest, TokenOutput
 
 News = TokenOutput | Exception
-"""Of one sequence; an exception is its end."""
+"""Output of one sequence; an exception ends it."""
 LOST = RuntimeError("the engine has failed")
 
 
 class Feed:
-    """The sequences of one HTTP request, on the loop's side."""
+    """Outputs of the sequences of one HTTP request, on the event loop."""
 
     def __init__(self, worker: EngineWorker, n: int) -> None:
-        """For `n` sequences."""
+        """Create a feed for `n` sequences."""
         self._worker, self._queue = worker, asyncio.Queue[tuple[int, News]]()
         self._open = {index: _Ticket(self, index) for index in range(n)}
 
     @property
     def is_open(self) -> bool:
-        """Whether any sequence has not ended."""
+        """Return whether any sequence is unfinished."""
         return bool(self._open)
 
     async def next(self) -> tuple[int, News]:
-        """A sequence's index and its news; nothing more comes of a sequence that was ended."""
+        """Wait for the next output; return the index of its sequence and the output.
+
+        Outputs of cancelled sequences are skipped.
+        """
         while True:
             index, news = await self._queue.get()
             if index in self._open:
@@ -53,51 +56,52 @@ class Feed:
                 return index, news
 
     def end(self, index: int) -> None:
-        """Give up a sequence: its slot is free before the next step."""
+        """Cancel a sequence; its slot is released before the next step."""
         if index in self._open:
             self._worker.forget(self._close(index))
 
     def end_all(self) -> None:
-        """Give up what is still open."""
+        """Cancel all unfinished sequences."""
         for index in [*self._open]:
             self.end(index)
 
     def fail(self, error: Exception) -> None:
-        """End every sequence that is open with an error."""
+        """End all unfinished sequences with an error."""
         for index in self._open:
             self.put(index, error)
 
     def put(self, index: int, news: News) -> None:
-        """News from the engine; on the loop's thread."""
+        """Add an output of the engine; called on the event loop."""
         self._queue.put_nowait((index, news))
 
     def _close(self, index: int) -> _Ticket:
+        """Remove a sequence from the unfinished ones."""
         self._worker.open -= 1
         return self._open.pop(index)
 
 
 @dataclass(eq=False)
 class _Ticket:
-    """One sequence of a feed; the engine's number for it is the thread's to know."""
+    """Handle of one sequence of a feed; only the thread knows the engine's id of it."""
 
     feed: Feed
     index: int
 
 
 class EngineWorker:
-    """A thread that steps an engine while there is something to do.
+    """Thread that steps an engine while it has requests.
 
     Attributes:
-        open: sequences that were submitted and have not ended; the loop's own count.
-        failure: what ended the thread before its time.
+        open: number of unfinished sequences, as counted on the event loop.
+        failure: exception that ended the thread; None: it works.
     """
 
     def __init__(self, engine: Engine, *, on_failure: Callable[[], None] = lambda: None) -> None:
-        """Nothing runs yet.
+        """Create a worker that is not started.
 
         Args:
-            engine: from now on this object's alone.
-            on_failure: called on the loop when the engine has raised what is no request's fault.
+            engine: engine that only this worker uses from now on.
+            on_failure: called on the event loop when the engine raises an unexpected exception.
         """
         self.engine, self.on_failure = engine, on_failure
         self.open = 0
@@ -112,13 +116,13 @@ class EngineWorker:
         self._tickets: dict[int, _Ticket] = {}  # the thread's
 
     def start(self) -> None:
-        """Begin; called on the event loop."""
+        """Start the thread; called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step that it is in."""
+        """Stop the thread after its current step."""
         with self._wake:
             self._ending = True
             self._wake.notify()
@@ -143,6 +147,7 @@ class EngineWorker:
         self._post([(ticket, None)])
 
     def _post(self, orders: Sequence[tuple[_Ticket, SequenceRequest | None]]) -> None:
+        """Put requests or cancellations into the inbox; if the engine has failed, end them."""
         with self._wake:
             self._inbox.extend(orders)
             self._wake.notify()
@@ -151,23 +156,24 @@ class EngineWorker:
         _put_all([(ticket, LOST) for ticket, request in orders if request is not None])
 
     def _run(self) -> None:
+        """Run the thread: step the engine and deliver its outputs."""
         try:
             while self._wait():
                 self._obey()
                 if self.engine.busy:
                     self._deliver([(self._tickets.get(e.request), e) for e in self.engine.step()])
-        except BaseException as error:  # of a step: nobody's request, and the engine is lost
+        except BaseException as error:  # no fault of a single request: the engine is unusable
             self._fail(error)
 
     def _wait(self) -> bool:
-        """Until there is something to do; False: end."""
+        """Wait until there is work; return False when the thread must stop."""
         with self._wake:
             while not (self._ending or self._inbox or self.engine.busy):
                 self._wake.wait()
             return not self._ending
 
     def _obey(self) -> None:
-        """Do what came in: add requests, cancel some."""
+        """Process the inbox: add requests and cancel sequences."""
         refused: list[tuple[_Ticket | None, News]] = []
         while self._inbox:
             ticket, request = self._inbox.popleft()
@@ -186,7 +192,7 @@ class EngineWorker:
         self._deliver(refused)
 
     def _deliver(self, news: Sequence[tuple[_Ticket | None, News]]) -> None:
-        """Hand a step's news to the loop; forget what has ended."""
+        """Pass outputs to the event loop, and forget finished sequences."""
         addressed = [(ticket, item) for ticket, item in news if ticket is not None]
         for ticket, item in addressed:
             if isinstance(item, TokenOutput) and item.finish is not None:
@@ -195,6 +201,7 @@ class EngineWorker:
             self._call(_put_all, addressed)
 
     def _fail(self, error: BaseException) -> None:
+        """Record the failure, and end all sequences."""
         with self._wake:
             self.failure = error
             left = [*self._numbers, *(ticket for ticket, request in self._inbox if request)]
@@ -218,10 +225,10 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class ServerMetrics:
-    """Counts and times of one server; each has the label model_name."""
+    """Metrics of one server, with the label model_name."""
 
     def __init__(self, model: str, engine: Engine) -> None:
-        """All are 0."""
+        """Create all metrics at 0."""
         self.registry, self._model = CollectorRegistry(), model
         vllm = self._family
         self.prompt_tokens = vllm(Counter, "vllm:prompt_tokens", "Tokens of prompts.")
@@ -273,11 +280,11 @@ class ServerMetrics:
         self._gauge("llmfoundry_slots", "Answers at a time at most.", lambda: engine.slots)
 
     def ended(self, reason: str) -> None:
-        """Count an answer that has its finish_reason."""
+        """Count a finished answer by its finish reason."""
         self._ended.labels(self._model, reason).inc()
 
     def replied(self, path: str, status: int) -> None:
-        """Count a request."""
+        """Count a request by its path and status."""
         self._replies.labels(self._model, path, str(status)).inc()
 
     def closed(self, reason: str) -> None:
@@ -285,7 +292,7 @@ class ServerMetrics:
         self._closed.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
-        """What a scrape gets."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _family(self, kind: Any, name: str, meaning: str, **settings: Any) -> Any:
