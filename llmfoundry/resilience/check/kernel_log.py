@@ -1,15 +1,14 @@
-"""The kernel's log: its recent lines, and what they mean for GPUs, NVSwitches and the machine.
+"""Read recent lines of the kernel log, and judge errors of GPUs, NVSwitches and the machine.
 
-`run_check` and `supervise/nodes.py` call `read_log`, `log_events` and `judge_log`. Lines come
-from a file that the recipe names, else /dev/kmsg, `dmesg` or `journalctl`; lines older than some
-hours are left out, as an error from before a repair is no reason to take a machine out.
+`run_check` and `supervise/nodes.py` call `read_log`, `log_events` and `judge_log`. The source is a
+file that the recipe names, or /dev/kmsg, `dmesg` or `journalctl`. Lines older than some hours are
+ignored, because an error from before a repair is no reason to remove a machine.
 
 XIDs are errors that NVIDIA's driver writes to the kernel log:
 `NVRM: Xid (PCI:0000:c1:00): 79, pid=4067, name=python, GPU has fallen off the bus.` The table has
-NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors), whose immediate resolutions GPUd's table
-repeats; codes from 162 on, for which it has none, are as GPUd acts on them. The number decides,
-except where the text has more: 154 is the driver's own verdict, and an NVLink 5 error called
-non-fatal (more than half of NVIDIA's rules) needs nothing.
+the immediate resolutions of NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors), and for codes
+from 162 on those of GPUd. The code determines the action, with two exceptions that depend on the
+text: 154 is the driver's own verdict, and an NVLink 5 error called non-fatal needs no action.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ RERUN = (
 )
 WATCH = "nothing now; look at how often it comes"
 TAKE_OUT = (REPLACE, REBOOT, RESET, FABRIC)
-"""Actions for which a machine does no more work."""
+"""Actions that take a machine out of service."""
 
 NVLINK_5 = range(144, 151)
 XIDS: dict[int, tuple[str, str]] = {
@@ -93,7 +92,7 @@ XIDS: dict[int, tuple[str, str]] = {
 }
 VERDICT = 154  # "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 BY_VERDICT = {"none": WATCH, "reset": RESET, "reboot": REBOOT, "drain": RESET}
-MANY = 3  # of one machine: repeats of what is otherwise a program's own fault
+MANY = 3  # repeats on one machine of an error that is usually a program's fault
 
 _XID = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<pci>[0-9a-fA-F:.]+)[^)]*\):? (?P<code>\d+)(?:, *(?P<text>.*))?"
@@ -101,7 +100,7 @@ _XID = re.compile(
 _NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)  # "149, NETIR_BER_EVENT Nonfatal XC0 i0"
 _SXID = re.compile(r"SXid \(PCI:(?P<pci>[0-9a-fA-F:.]+)\): (?P<code>\d+), *(?P<text>.*)")
 FALLEN_OFF = "a GPU has fallen off the bus"
-_OTHERS = (  # each: what to look for, what it is, whether it takes the machine out, what to do
+_OTHERS = (  # (pattern, description, whether the machine is bad, action)
     (re.compile(r"NVRM: .*fallen off the bus"), FALLEN_OFF, True, REBOOT),
     (re.compile(r"EDAC .*\bUE\b|Hardware Error.*[Uu]ncorrected"),
      "uncorrectable error of the machine's memory", True, REPLACE),
@@ -117,14 +116,14 @@ _OTHERS = (  # each: what to look for, what it is, whether it takes the machine 
 
 @dataclass(frozen=True)
 class LogEvent:
-    """One line with a meaning.
+    """A line of the kernel log with a known meaning.
 
     Attributes:
-        what: the device, `GPU 0000:c1:00`, or empty for the machine.
-        code: the XID, as `XID 79` or `SXid 12028`; empty for other lines.
-        why: what it is.
+        what: device, as `GPU 0000:c1:00`; empty: the machine.
+        code: `XID 79` or `SXid 12028`; empty for other lines.
+        why: description.
         action: what to do.
-        is_bad: whether it takes the machine out of service.
+        is_bad: whether the machine must be taken out of service.
     """
 
     what: str
@@ -135,7 +134,7 @@ class LogEvent:
 
 
 def log_events(lines: Iterable[str]) -> Iterator[LogEvent]:
-    """What the lines of a kernel log mean, in their order; other lines are left out."""
+    """Yield the events of a kernel log in order; lines without a known meaning are ignored."""
     for line in lines:
         if match := _XID.search(line):
             yield _gpu_event(int(match["code"]), match["pci"].lower(), match["text"] or "")
@@ -145,19 +144,19 @@ def log_events(lines: Iterable[str]) -> Iterator[LogEvent]:
             switch, code = f"NVSwitch {match['pci'].lower()}", f"SXid {match['code']}"
             yield LogEvent(switch, code, text, FABRIC if is_fatal else WATCH, is_fatal)
         else:
-            found = (other for other in _OTHERS if other[0].search(line))
-            for _, why, is_bad, action in islice(found, 1):
+            matches = (other for other in _OTHERS if other[0].search(line))
+            for _, why, is_bad, action in islice(matches, 1):
                 yield LogEvent("", "", why, action, is_bad)
 
 
 def judge_log(lines: Iterable[str], node: str) -> list[Finding]:
-    """A finding for each kind of event on each device, with how often it came."""
-    counted = Counter(log_events(lines))
-    has_codes = any(event.code for event in counted)
-    found = []
-    for event, times in counted.items():
+    """Return a finding for each kind of event on each device, with its number of occurrences."""
+    counts = Counter(log_events(lines))
+    has_codes = any(event.code for event in counts)
+    findings = []
+    for event, times in counts.items():
         if event.why == FALLEN_OFF and has_codes:
-            continue  # an XID has the GPU's address too
+            continue  # the XID of the same error also has the GPU's address
         level = BAD if event.is_bad else NOTICE
         where = f"{node}, {event.what}" if event.what else node
         why = f"{event.code}: {event.why}" if event.code else event.why
@@ -165,8 +164,8 @@ def judge_log(lines: Iterable[str], node: str) -> list[Finding]:
         repeats = event.action == RERUN and times >= MANY
         action = event.action + ("; it repeats here" if repeats else "")
         nodes = (node,) if event.is_bad else ()
-        found.append(Finding("kernel log", level, where, why, action, nodes))
-    return found
+        findings.append(Finding("kernel log", level, where, why, action, nodes))
+    return findings
 
 
 def _gpu_event(code: int, pci: str, text: str) -> LogEvent:
@@ -187,23 +186,23 @@ _COMMANDS = (
     ["dmesg", "--time-format", "iso", "--nopager"],
     ["journalctl", "--dmesg", "--output", "short-iso", "--no-pager", "--quiet"],
 )
-PATIENCE = 20  # seconds, of each of these commands
+PATIENCE = 20  # timeout of each command in seconds
 _ISO = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*([+-]\d\d:?\d\d|Z)?")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_TRADITIONAL = re.compile(  # syslog's, which has no year, and that of dmesg -T
+_TRADITIONAL = re.compile(  # times of syslog (without a year) and of dmesg -T
     rf"\[?(?:[A-Z][a-z]{{2}} )?({'|'.join(_MONTHS)}) +(\d{{1,2}}) (\d\d:\d\d:\d\d)(?: (\d{{4}})\])?"
 )
 _DAY = 86_400
 
 
 def read_log(path: str | None, *, hours: float, start: int | None = None) -> tuple[list[str], str]:
-    """Lines that are not older than `hours`, and "" or why there are none.
+    """Return recent lines of the kernel log and an empty string, or no lines and the reason.
 
     Args:
-        path: a file; None: the kernel's own.
-        hours: which may be a part of one.
-        start: of a file, whatever the dates in it: all after so many bytes; all of a file that has
-            fewer, as it has replaced the one that was measured.
+        path: file; None: the system's log.
+        hours: maximum age of the lines.
+        start: byte offset in the file; all later lines are returned, whatever their dates. A file
+            that is smaller has been replaced and is read completely. None: use the dates.
     """
     if path is not None:
         try:
@@ -222,14 +221,15 @@ def read_log(path: str | None, *, hours: float, start: int | None = None) -> tup
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
         except (OSError, subprocess.SubprocessError):
             continue
-        if lines := done.stdout.decode(errors="replace").splitlines():
+        lines = done.stdout.decode(errors="replace").splitlines()
+        if lines:
             return list(recent(lines, hours=hours)), ""
     why = f"the kernel's log may not be read here ({reason})"
     return [], f"{why}; name a file: health_check.kernel_log"
 
 
 def log_size(path: str | None) -> int:
-    """Bytes of a file; 0: there is none."""
+    """Return the size of a file in bytes; 0: it does not exist."""
     try:
         return 0 if path is None else Path(path).expanduser().stat().st_size
     except OSError:
@@ -237,7 +237,7 @@ def log_size(path: str | None) -> int:
 
 
 def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> Iterator[str]:
-    """Lines with a date of the last `hours`, and those without a date."""
+    """Yield lines from the last `hours`, and lines without a date."""
     now = time.time() if now is None else now
     for line in lines:
         if match := _ISO.search(line[:60]):
@@ -251,33 +251,35 @@ def recent(lines: Iterable[str], *, hours: float, now: float | None = None) -> I
 
 
 def _latest(match: re.Match[str], now: float) -> float:
-    """Since 1970; a date without a year is of the latest year in which it is not in the future."""
+    """Return the seconds since 1970 of a date; without a year, of the last such date."""
     year = int(match[4] or datetime.fromtimestamp(now + _DAY).year)
     day = f"{_MONTHS.index(match[1]) + 1:02}-{int(match[2]):02}T{match[3]}"
     for candidate in [year] if match[4] else range(year, year - 9, -1):  # of 29 February
         try:
-            found = datetime.fromisoformat(f"{candidate}-{day}").timestamp()
+            seconds = datetime.fromisoformat(f"{candidate}-{day}").timestamp()
         except ValueError:  # no such day that year
             continue
-        if match[4] or found <= now + _DAY:
-            return found
+        if match[4] or seconds <= now + _DAY:
+            return seconds
     return now
 
 
 def _seconds(match: re.Match[str]) -> float:
-    """Since 1970; a date without a zone is in this machine's."""
+    """Return the seconds since 1970 of a date; without a zone, in the local time zone."""
     zone = (match[4] or "").replace("Z", "+00:00")
     try:
         return datetime.fromisoformat(f"{match[1]}T{match[2]}{zone}").timestamp()
-    except ValueError:  # the 31st of February, a zone as Python 3.10 does not read it
+    except ValueError:  # 31 February, or a zone that Python 3.10 cannot parse
         return time.time()
 
 
 def _from_kernel(hours: float) -> Iterator[str]:
-    """Records of /dev/kmsg: `6,1234,5678901,-;text`, microseconds since the machine was started.
+    """Yield recent lines of /dev/kmsg.
+
+    A record is `6,1234,5678901,-;text`, with the time in microseconds since boot.
 
     Raises:
-        OSError: this user may not read it.
+        OSError: this user has no permission to read it.
     """
     oldest = (time.clock_gettime(time.CLOCK_MONOTONIC) - 3600 * hours) * 1e6
     descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
@@ -285,9 +287,9 @@ def _from_kernel(hours: float) -> Iterator[str]:
         while True:
             try:
                 record = os.read(descriptor, 8192).decode(errors="replace")
-            except BlockingIOError:  # that was the last
+            except BlockingIOError:  # no more records
                 return
-            except BrokenPipeError:  # overwritten while it was read; the next one is there
+            except BrokenPipeError:  # the record was overwritten; read the next one
                 continue
             head, _, text = record.partition(";")
             stamp = head.split(",")[2:3]

@@ -1,11 +1,10 @@
-"""Each GPU of this machine by NVML, NVIDIA's management library, and what its readings mean.
+"""Read and judge this machine's GPUs through NVML, NVIDIA's management library.
 
-`run_check` calls `read_gpus` on one process of a node and `judge_gpus` on rank 0; a training run's
-`watch` has a `GpuReader` for the GPU of each process. nvidia-ml-py is ctypes alone and loads the
-driver's `libnvidia-ml.so.1`: no CUDA is touched. The idea: each value is read by itself, as an
-older driver lacks some and a GPU that has fallen off the bus answers none; the driver's own verdict
-(recovery action) comes first, and what cannot be read is None and reported as not checked, never as
-sound.
+`run_check` calls `read_gpus` on one rank of a node and `judge_gpus` on rank 0. The `watch` callback
+of a training run has a `GpuReader` for the GPU of each rank. nvidia-ml-py loads the driver's
+`libnvidia-ml.so.1` with ctypes and does not use CUDA. Each value is read separately, because older
+drivers lack some values and a lost GPU has none. The driver's own verdict (recovery action) comes
+first. A value that cannot be read is None and is reported as not checked, never as sound.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ RECOVERY = {  # values of field 230, which drivers from 570 on have
 }
 SLOWED = {0x8: "hardware slowdown", 0x40: "too hot (hardware)", 0x80: "external power brake"}
 WARM = {0x20: "too hot (software)"}  # 0x4, the power cap, is usual under load
-LEFT_OVER = 512 << 20  # bytes; NVRx waits for less than that before it starts a run again
+LEFT_OVER = 512 << 20  # bytes that another program may hold; NVRx uses the same limit
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A program on a GPU: id, name ("" where it is of another container), bytes that it holds."""
+    """A program on a GPU: process id, name (empty: in another container), bytes of GPU memory."""
 
     pid: int
     name: str
@@ -56,30 +55,30 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """What NVML has of one GPU; None: it could not be read.
+    """NVML's values of one GPU; None: not readable.
 
     Attributes:
-        index: NVML's number of it.
-        name: `NVIDIA H100 80GB HBM3`.
-        uuid: it, wherever it is plugged in.
-        pci: its address on the bus, as the kernel log writes it.
-        lost: the error, where nothing can be read at all.
+        index: NVML's index.
+        name: such as `NVIDIA H100 80GB HBM3`.
+        uuid: identifier of the card.
+        pci: PCI address, in the form of the kernel log.
+        lost: error message if no value can be read.
         recovery_action: field 230; a key of RECOVERY, or 0.
-        remapped_uncorrectable: rows that were remapped after an uncorrectable error.
-        remap_pending: whether rows of memory wait for a reset to be remapped.
+        remapped_uncorrectable: rows remapped after an uncorrectable error.
+        remap_pending: whether memory rows will be remapped at the next reset.
         remap_failed: whether no spare row was left.
-        pages_pending: whether pages wait for a reset to be retired (before Ampere).
+        pages_pending: whether pages will be retired at the next reset (before Ampere).
         uncorrectable: ECC errors since the last reset.
-        links_down: numbers of the NVLinks that are not up.
-        links_up: how many are.
+        links_down: numbers of the NVLinks that are down.
+        links_up: number of NVLinks that are up.
         link_errors: NVLink replays and recoveries since the last reset.
-        pcie_width: lanes.
-        pcie_width_most: that card and slot can have.
-        clocks_event_reasons: why the clock is not higher, a mask.
-        fabric: the NVSwitch fabric's state where it is not "completed"; "" where it is.
-        processes: programs on it that are not this check's.
-        temperature: degrees Celsius.
-        power: watts.
+        pcie_width: current PCIe lanes.
+        pcie_width_most: maximum PCIe lanes of card and slot.
+        clocks_event_reasons: reasons for a reduced clock, as a bit mask.
+        fabric: state of the NVSwitch fabric if it is not "completed"; empty: completed, or none.
+        processes: programs on the GPU that do not belong to this check.
+        temperature: in degrees Celsius.
+        power: in watts.
     """
 
     index: int
@@ -106,7 +105,7 @@ class GpuReading:
 
 
 def open_nvml() -> tuple[Any, str]:
-    """The module that queries the driver, and "", or why it cannot."""
+    """Return the module pynvml and an error message; the message is empty on success."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -119,7 +118,7 @@ def open_nvml() -> tuple[Any, str]:
 
 
 def read_gpus() -> tuple[list[GpuReading], str]:
-    """Every GPU that the driver knows, and "", or none and why not."""
+    """Return the readings of all GPUs and an empty string, or no reading and the reason."""
     nvml, problem = open_nvml()
     if problem:
         return [], problem
@@ -135,7 +134,7 @@ def read_gpus() -> tuple[list[GpuReading], str]:
 def _read(nvml: Any, index: int) -> GpuReading:
     try:
         gpu = _Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
-        uncorrectable = gpu.field(DBE_VOLATILE)  # first, as each GPU has it: is this one lost?
+        uncorrectable = gpu.field(DBE_VOLATILE)  # first, because it raises if the GPU is lost
         rows = gpu.ask("nvmlDeviceGetRemappedRows") or (None, None, None, None)
         states = [gpu.ask("nvmlDeviceGetNvLinkState", n) for n in range(gpu.most_links)]
         pci = gpu.ask("nvmlDeviceGetPciInfo")
@@ -169,9 +168,9 @@ def _read(nvml: Any, index: int) -> GpuReading:
 
 
 class _Gpu:
-    """Queries of one GPU; None: this driver, or this nvidia-ml-py, has no such value.
+    """Queries of one GPU. They return None if driver or nvidia-ml-py lack the value.
 
-    All raise NVMLError where the GPU is lost.
+    All queries raise NVMLError if the GPU is lost.
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -179,7 +178,7 @@ class _Gpu:
         self.most_links = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """What a function of NVML's answers."""
+        """Call an NVML function for this GPU, and return its result."""
         try:
             return getattr(self._nvml, name)(self._handle, *arguments)
         except (self._nvml.NVMLError, AttributeError) as error:
@@ -188,7 +187,7 @@ class _Gpu:
             return None
 
     def field(self, number: int) -> int | None:
-        """One of the driver's numbered values."""
+        """Return one of the driver's numbered field values."""
         values = self.ask("nvmlDeviceGetFieldValues", [number])
         if values is None:
             return None
@@ -201,7 +200,7 @@ class _Gpu:
         return int(getattr(value.value, kinds.get(value.valueType, "ullVal")))
 
     def fabric(self) -> str | None:
-        """What keeps it out of the NVSwitch fabric; "" where nothing does, or there is none."""
+        """Return why the GPU has not joined the NVSwitch fabric; empty: joined, or no fabric."""
         if not hasattr(self._nvml, "c_nvmlGpuFabricInfo_t"):
             return None
         info = self._nvml.c_nvmlGpuFabricInfo_t()
@@ -212,13 +211,13 @@ class _Gpu:
         return _FABRIC.get(info.state, "")
 
 
-def _others(found: Sequence[Any] | None) -> list[GpuProcess] | None:
-    """Programs that neither are this one nor were started by, or beside, it."""
-    if found is None:
+def _others(processes: Sequence[Any] | None) -> list[GpuProcess] | None:
+    """Return the programs that are not this process, its children, or ranks of its launcher."""
+    if processes is None:
         return None
-    ours = {os.getpid(), *([os.getppid()] if "RANK" in os.environ else [])}  # the same launcher
+    ours = {os.getpid(), *([os.getppid()] if "RANK" in os.environ else [])}  # with the launcher
     others = []
-    for process in found:
+    for process in processes:
         try:
             program = psutil.Process(process.pid)
             family = {process.pid, *(parent.pid for parent in program.parents())}
@@ -232,14 +231,14 @@ def _others(found: Sequence[Any] | None) -> list[GpuProcess] | None:
 
 @dataclass
 class GpuState:
-    """A GPU of a training run, the worst since the last look; 0: nothing, or not known.
+    """Worst state of a training run's GPU since the last reading; 0: normal, or not known.
 
     Attributes:
-        xid: the first error that the driver reported.
-        slowed: why the clock was lowered to protect the GPU: a mask of SLOWED and WARM.
-        lost: whether it has fallen off the bus.
-        temperature: degrees Celsius, the highest.
-        power: watts, the latest.
+        xid: first error that the driver reported.
+        slowed: reasons for throttling, as a bit mask of SLOWED and WARM.
+        lost: whether the GPU has fallen off the bus.
+        temperature: maximum, in degrees Celsius.
+        power: last value, in watts.
     """
 
     xid: int = 0
@@ -250,17 +249,17 @@ class GpuState:
 
 
 class GpuReader:
-    """Reads one GPU in a thread of its own, so that training never waits for the driver.
+    """Reader of one GPU in a background thread, so that training does not wait for the driver.
 
-    The thread waits for the driver's events and reads the rest every few seconds; the last XID that
-    NVML can be queried for says neither when nor how often it came.
+    The thread waits for the driver's XID events, and reads other values every few seconds. NVML can
+    also be queried for the last XID, but without its time and number.
 
     Attributes:
-        problem: why nothing can be read; empty: it can.
+        problem: why the GPU cannot be read; empty: no problem.
     """
 
     def __init__(self, uuid: str, *, seconds: float = READER_SECONDS) -> None:
-        """Start to read the GPU of this UUID, `GPU-…`, every so many seconds."""
+        """Start to read the GPU with a UUID (`GPU-…`) every `seconds`."""
         self._seconds = seconds
         self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
         self._was_lost = False
@@ -276,11 +275,11 @@ class GpuReader:
             self._thread.start()
 
     def take(self) -> GpuState:
-        """The worst since the last call."""
+        """Return the worst state since the last call."""
         with self._lock:
-            found = self._state
-            self._state = GpuState(power=found.power)
-        return found
+            state = self._state
+            self._state = GpuState(power=state.power)
+        return state
 
     def close(self) -> None:
         """Stop reading."""
@@ -292,18 +291,18 @@ class GpuReader:
         events = self._events()
         while not self._closed.is_set():
             xid = self._next_xid(events)
-            found = self._read()
+            current = self._read()
             with self._lock:
                 state = self._state
                 state.xid = state.xid or xid
-                state.slowed |= found.slowed
-                state.temperature = max(state.temperature, found.temperature)
-                state.power = found.power
-                state.lost = state.lost or (found.lost and not self._was_lost)
-            self._was_lost = found.lost
+                state.slowed |= current.slowed
+                state.temperature = max(state.temperature, current.temperature)
+                state.power = current.power
+                state.lost = state.lost or (current.lost and not self._was_lost)
+            self._was_lost = current.lost
 
     def _events(self) -> Any:
-        """The driver's queue of this GPU's XIDs; None where it has none."""
+        """Return the driver's queue of XID events of this GPU; None: not supported."""
         try:
             events = self._nvml.nvmlEventSetCreate()
             kind = self._nvml.nvmlEventTypeXidCriticalError
@@ -313,7 +312,7 @@ class GpuReader:
         return events
 
     def _next_xid(self, events: Any) -> int:
-        """The next XID, 0 if none comes in the time between two readings."""
+        """Wait for the next XID until the next reading is due; return 0 if there is none."""
         if events is None or self._was_lost:
             self._closed.wait(self._seconds)
             return 0
@@ -321,7 +320,7 @@ class GpuReader:
             return int(self._nvml.nvmlEventSetWait_v2(events, round(1e3 * self._seconds)).eventData)
         except self._nvml.NVMLError as error:
             if getattr(error, "value", None) != self._nvml.NVML_ERROR_TIMEOUT:
-                self._closed.wait(self._seconds)  # no busy loop
+                self._closed.wait(self._seconds)  # avoid a busy loop
             return 0
 
     def _read(self) -> GpuState:
@@ -340,9 +339,10 @@ Judgment = tuple[str, str, str]  # level, why, action
 
 
 def judge_gpus(readings: Sequence[GpuReading], node: str) -> list[Finding]:
-    """Every rule on every GPU of a machine; one without a problem is a finding that it passed."""
-    found, links = [], links_missing(readings)
+    """Return the findings on all GPUs of a machine; a GPU without a problem is a finding too."""
+    findings, links = [], links_missing(readings)
     for gpu in readings:
+        # problems of the GPU, or that it passed
         answers = [*_answers(gpu), *links.get(gpu.index, ())]
         if gpu.lost:
             answers = [(BAD, f"lost: {gpu.lost}", REBOOT)]
@@ -350,16 +350,18 @@ def judge_gpus(readings: Sequence[GpuReading], node: str) -> list[Finding]:
             heat = "" if gpu.temperature is None else f", {gpu.temperature} degrees"
             power = "" if gpu.power is None else f", {gpu.power:.0f} W"
             answers.append((SOUND, (gpu.name or "GPU") + heat + power, ""))
+
+        # values that the driver does not report
         missing = [name for field, name in _NEEDED.items() if getattr(gpu, field) is None]
         if missing and not gpu.lost:
             answers.append((UNCHECKED, f"the driver does not report: {', '.join(missing)}", ""))
         where = f"{node}, GPU {gpu.index}" + (f" ({gpu.pci})" if gpu.pci else "")
-        found += [_finding(level, where, why, action, node) for level, why, action in answers]
-    return found
+        findings += [_finding(level, where, why, action, node) for level, why, action in answers]
+    return findings
 
 
 def judge_gpu_counts(counts: Mapping[str, int]) -> list[Finding]:
-    """Machines with fewer GPUs than most have; `counts` is of each node's."""
+    """Return findings on nodes with fewer GPUs than most nodes; `counts` is by node."""
     usual, often = Counter(counts.values()).most_common(1)[0] if counts else (0, 0)
     if often <= len(counts) / 2:
         return []
@@ -373,7 +375,7 @@ def _finding(level: str, where: str, why: str, action: str, node: str) -> Findin
 
 
 def _answers(gpu: GpuReading) -> Iterator[Judgment]:
-    """Each rule on one GPU by itself; a rule with several GPUs is `links_missing`."""
+    """Yield the problems of one GPU; `links_missing` compares the GPUs of a node."""
     if gpu.recovery_action:  # the driver's own verdict, the best single check
         what, action = RECOVERY.get(gpu.recovery_action, ("an unknown action", RESET))
         yield BAD, f"the driver asks for: {what}", action
@@ -392,7 +394,7 @@ def _answers(gpu: GpuReading) -> Iterator[Judgment]:
         yield NOTICE, f"NVLink recoveries and replays since the last reset: {gpu.link_errors}", ""
     if gpu.fabric:
         yield BAD, f"NVSwitch fabric: {gpu.fabric}", FABRIC
-    # Lanes do not go away when a GPU is idle, as the link's generation does.
+    # an idle GPU reduces the generation of the link, but not its lanes
     if gpu.pcie_width and gpu.pcie_width_most and gpu.pcie_width < gpu.pcie_width_most:
         why = f"PCIe has {gpu.pcie_width} lanes of {gpu.pcie_width_most}"
         yield BAD, why, "drain the machine and reseat the card"
@@ -408,7 +410,7 @@ def _answers(gpu: GpuReading) -> Iterator[Judgment]:
         yield BAD if is_bad else NOTICE, why, "end that process, or run elsewhere"
 
 
-_NEEDED = {  # by the rules, as the report names it where it cannot be read
+_NEEDED = {  # values that the rules need, with their names in the report
     "recovery_action": "recovery action",
     "remap_pending": "row remapping",
     "uncorrectable": "ECC errors",
@@ -420,19 +422,20 @@ _NEEDED = {  # by the rules, as the report names it where it cannot be read
 
 
 def links_missing(readings: Sequence[GpuReading]) -> dict[int, list[Judgment]]:
-    """By GPU: fewer NVLinks are up than on most others; NCCL then routes many times slower.
+    """Return the problems of GPUs with fewer NVLinks up than most others, by index.
 
-    Cards without a bridge have links that are never up, so only the others show what is usual.
+    NCCL is many times slower with a missing link. The other GPUs show the usual number, because
+    cards without a bridge have links that are never up.
     """
     known = {gpu.index: (gpu.links_up, ", ".join(map(str, gpu.links_down or ())))
              for gpu in readings if gpu.links_up is not None and not gpu.lost}  # fmt: skip
     counts = Counter(up for up, _ in known.values())
     usual, often = counts.most_common(1)[0] if counts else (0, 0)
-    found: dict[int, list[Judgment]] = {}
+    problems: dict[int, list[Judgment]] = {}
     for index, (up, down) in known.items():
         if up < usual and often > len(known) / 2:
             why = f"NVLink: {up} links are up, {usual} of the other GPUs' (down: {down})"
-            found[index] = [(BAD, why, FABRIC)]
+            problems[index] = [(BAD, why, FABRIC)]
         elif up and down:
-            found[index] = [(NOTICE, f"NVLink down: {down} ({up} are up)", FABRIC)]
-    return found
+            problems[index] = [(NOTICE, f"NVLink down: {down} ({up} are up)", FABRIC)]
+    return problems
