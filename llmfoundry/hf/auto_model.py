@@ -214,8 +214,10 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
             cache = None if past_key_values is None else _Cache(past_key_values)
             layout = _layout(attention_mask, position_ids, cache)
             hidden, routing = self.model.run(input_ids, layout, cast(Any, cache))
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.head(hidden[:, kept])
+        positions_kept = (
+            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        )
+        logits = self.model.head(hidden[:, positions_kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
@@ -319,8 +321,8 @@ def _padded(mask: Tensor) -> list[list[int]]:
 
 
 def _is_one(positions: Tensor, past: int) -> bool:
-    own = torch.arange(past, past + positions.shape[-1], device=positions.device)
-    return bool((positions == own).all())
+    new_positions = torch.arange(past, past + positions.shape[-1], device=positions.device)
+    return bool((positions == new_positions).all())
 
 
 def _packed(positions: Tensor) -> list[list[int]]:

@@ -108,9 +108,9 @@ class HFCausalLM(nn.Module):
                 self.hf.get_submodule(module)._parameters[last] = shared
         for name, made in self._buffers_made.items():
             module, _, last = name.rpartition(".")
-            held = self.hf.get_submodule(module)._buffers
-            device = fn(torch.empty(0, device=held[last].device)).device
-            held[last] = made.to(device)
+            buffers = self.hf.get_submodule(module)._buffers
+            device = fn(torch.empty(0, device=buffers[last].device)).device
+            buffers[last] = made.to(device)
         return self
 
     def new_slots(

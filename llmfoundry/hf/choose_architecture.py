@@ -113,9 +113,11 @@ def _missed(
         if choices is not None and get(plain, field.ours) not in choices.values():
             names = dict.fromkeys(field_text(value) for value in choices.values())
             missed[field.ours] = f"one of {', '.join(names)}"
-    kept = {part.key for part in architecture.needs} | {part.ours for part in architecture.fields}
+    covered_keys = {part.key for part in architecture.needs} | {
+        part.ours for part in architecture.fields
+    }
     for key, off in OFF.items():
-        if key not in kept and get(plain, key) != off:
+        if key not in covered_keys and get(plain, key) != off:
             missed[key] = field_text(off)
     attn = plain.attn_config
     if (attn.qk_ln or attn.qk_gn) and not missed.keys() & {QK_LN, QK_GN}:

@@ -42,23 +42,23 @@ def class_tensors(
     Raises:
         UserError: a tensor is missing, has another shape, or has no place.
     """
-    held = {plain_name(name): name for name, _ in model.hf.named_parameters()}
+    names_in_class = {plain_name(name): name for name, _ in model.hf.named_parameters()}
     every = model.hf.state_dict(keep_vars=True)
-    own = {plain_name(name): value for name, value in every.items() if not is_added(name)}
+    base_values = {plain_name(name): value for name, value in every.items() if not is_added(name)}
     ties, grows = model.ties, model.vocabulary() if may_grow else set()
     first_of = {other: first for first, others in ties.items() for other in others}
-    left = {plain for plain, name in held.items() if not is_added(name)}
-    groups, unknown = _groups(model.hf, names, own)
+    left = {plain for plain, name in names_in_class.items() if not is_added(name)}
+    groups, unknown = _groups(model.hf, names, base_values)
     _refuse_unknown(model.hf, unknown)
     for target, (converter, sources) in groups.items():
         for name, value in _converted(model.hf, target, converter, sources, read):
-            if name not in own:
+            if name not in base_values:
                 raise UserError(f"{name}: {type(model.hf).__name__} has no such weights")
-            _check_shape(name, value, own[name], grows=f"{PREFIX}{name}" in grows)
+            _check_shape(name, value, base_values[name], grows=f"{PREFIX}{name}" in grows)
             name = first_of.get(name, name)
             left.discard(name)
             for each in (name, *ties.get(name, ())):
-                yield f"{PREFIX}{held.get(each, each)}", value
+                yield f"{PREFIX}{names_in_class.get(each, each)}", value
     if left:
         name = min(left)
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -111,17 +111,17 @@ def _converted(
     if converter is None:
         yield target, read(sources[-1][1])
         return
-    own = copy.deepcopy(converter)
+    converter_copy = copy.deepcopy(converter)
     for pattern, name in sources:
-        own.add_tensor(target, name, pattern, partial(read, name))
+        converter_copy.add_tensor(target, name, pattern, partial(read, name))
     try:
-        made = own.convert(target, model=hf, config=hf.config)
+        converted = converter_copy.convert(target, model=hf, config=hf.config)
     except RuntimeError as error:  # torch's, of shapes that cannot be joined
         raise UserError(
             f"{sources[0][1]}: cannot become {target}: {one_line(error)}; its shape, or that of a"
             " tensor beside it, is another model's"
         ) from error
-    for name, value in made.items():
+    for name, value in converted.items():
         yield name, value[0] if isinstance(value, list) else value
 
 
@@ -165,8 +165,8 @@ def class_config(
     theirs = read_hf_config(written, code=code)
 
     def first(names: Iterable[str], default: Any = None) -> Any:
-        found = (getattr(theirs, name, None) for name in names)
-        return next((value for value in found if isinstance(value, int)), default)
+        values = (getattr(theirs, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int)), default)
 
     width, heads = first(["hidden_size"]), first(["num_attention_heads"], 1)
     layers, rows = first(["num_hidden_layers"]), first(["vocab_size"])

@@ -234,12 +234,12 @@ def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
-    found: Any = written
+    value_at: Any = written
     for part in key.split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(value_at, dict) or part not in value_at:
             return default
-        found = found[part]
-    return found
+        value_at = value_at[part]
+    return value_at
 
 
 def _read(field: ConfigField, written: dict[str, Any], problems: list[str]) -> Any:
@@ -258,11 +258,11 @@ def _read(field: ConfigField, written: dict[str, Any], problems: list[str]) -> A
                 f"config.json: {field.theirs}: {field_text(value)} is not a number above 0"
             )
             return None
-        found: list[Problem] = []
+        type_problems: list[Problem] = []
         key = f"config.json: {field.theirs}"
         declared = Schema.of(ModelConfig).find(field.ours)
-        value = to_type(declared.hint if declared else None, value, key, found)
-        problems += [problem.line for problem in found]
+        value = to_type(declared.hint if declared else None, value, key, type_problems)
+        problems += [problem.line for problem in type_problems]
         return value
     if value not in list(field.choices):  # a list, for what cannot be a dictionary's key
         can = ", ".join(field_text(theirs) for theirs in field.choices)
@@ -334,10 +334,10 @@ def said_biases(
     if name == FOUNDRY:
         return {kind: has_bias(kind, config) for kind in ("never", "qkv", "other")}
     architecture = ARCHITECTURES[name]
-    said = {"never": False, "always": True}
+    biased_by_kind = {"never": False, "always": True}
     for key, kind in architecture.biases.items():
-        said[kind] = bool(_look_up(written, key, architecture.biased))
-    return said
+        biased_by_kind[kind] = bool(_look_up(written, key, architecture.biased))
+    return biased_by_kind
 
 
 def unread(written: Mapping[str, Any], name: str) -> list[str]:

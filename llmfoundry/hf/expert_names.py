@@ -118,12 +118,12 @@ def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Rea
 
 def _feed_forward(name: str, stack: Stack, at: str, config: ResolvedModelConfig) -> Made:
     """Yield our tensors of one projection (E, f, D): of the experts, or of the dense layer."""
-    whole = _then(_flat, stack)
+    rows = _then(_flat, stack)
     if not is_mixture(config):
-        turned = _then(lambda w2: w2.T.contiguous(), whole)
-        yield f"{at}{DENSE[name]}.weight", turned if name == "w2" else whole
+        turned = _then(lambda w2: w2.T.contiguous(), rows)
+        yield f"{at}{DENSE[name]}.weight", turned if name == "w2" else rows
         return
-    yield f"{at}experts.{name}", whole
+    yield f"{at}experts.{name}", rows
     if not config.no_bias:  # which their experts do not have
         hidden, width = _shape(config)[1:]
         wide = _count(config) * (width if name == "w2" else hidden)
@@ -193,8 +193,8 @@ def _read_stacked(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
 
     def stack(name: str) -> Stack:
-        whole = _theirs(name, (count * hidden, width))
-        return _then(lambda rows: rows.unflatten(0, (count, hidden)), whole)
+        rows_in_file = _theirs(name, (count * hidden, width))
+        return _then(lambda rows: rows.unflatten(0, (count, hidden)), rows_in_file)
 
     gated = not is_mixture(config) or config.ffn_config.mlp_type == "glu"
     return stack(here.gate), stack(here.up) if gated else None, stack(here.down)
@@ -208,10 +208,10 @@ def _read_each(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
 
         def fill(read: Read) -> Tensor:
             first = parts[0](read)
-            whole = first.new_empty(count, *shape)  # filled one by one: all together are twice
+            stacked = first.new_empty(count, *shape)  # filled one by one: all together are twice
             for e, part in enumerate(parts):
-                whole[e] = part(read)
-            return whole
+                stacked[e] = part(read)
+            return stacked
 
         return fill
 

@@ -71,16 +71,16 @@ def read_layers(
     """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
     sizes = _read_windows(written, architecture.windows, n_layers, problems)
     rotary = [architecture.partial_rotary is not None] * n_layers
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     if architecture.nope:
         rotary = read_nope(written, n_layers, problems)
-        found |= {"attn_config.rope": any(rotary), "attn_config.nope": not any(rotary)}
+        keys |= {"attn_config.rope": any(rotary), "attn_config.nope": not any(rotary)}
     tuning = _read_tuning(written) if architecture.tuned else None
     kinds = [
         (size, rotates, None if rotates else tuning)
         for size, rotates in zip(sizes, rotary, strict=True)
     ]
-    return found | _overrides(kinds)
+    return keys | _overrides(kinds)
 
 
 def _read_tuning(written: Mapping[str, Any]) -> Tuning | None:
@@ -141,11 +141,11 @@ def _overrides(kinds: list[LayerKind]) -> dict[str, Any]:
     """Settings and block_overrides of layers of these kinds."""
     rotates = any(rotary for _, rotary, _ in kinds)
     base = max(set(kinds), key=lambda kind: (kind[1], kind[0] == -1, kinds.count(kind)))
-    found: dict[str, Any] = {"attn_config.sliding_window_size": base[0]}
+    keys: dict[str, Any] = {"attn_config.sliding_window_size": base[0]}
     if base[2] is not None:
-        found[TUNING] = TemperatureConfig(*base[2])
+        keys[TUNING] = TemperatureConfig(*base[2])
     if len(set(kinds)) == 1:
-        return found
+        return keys
     overrides = {
         _override_name(kind, base): BlockOverride(
             AttentionOverride(
@@ -159,8 +159,8 @@ def _overrides(kinds: list[LayerKind]) -> dict[str, Any]:
     }
     names = groupby(_override_name(kind, base) for kind in kinds)
     runs = [BlockRun(name=name, repeat=len(list(run))) for name, run in names]
-    found["block_overrides"] = BlockOverridesConfig(runs, overrides)
-    return found
+    keys["block_overrides"] = BlockOverridesConfig(runs, overrides)
+    return keys
 
 
 def _override_name(kind: LayerKind, base: LayerKind) -> str:

@@ -72,11 +72,11 @@ def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig
     ours = {key: value for key, value in ours.items() if key not in ELSEWHERE}
     ours["norm_type"] = str(ours["norm_type"]).lower()
     for section in ("attn_config", "ffn_config"):
-        said = dict(written.get(section) or {})
+        section_values = dict(written.get(section) or {})
         for key, off in OFF.items():
-            if key in said and not _is_off(said.pop(key), off):
+            if key in section_values and not _is_off(section_values.pop(key), off):
                 problems.append(f"config.json: {section}.{key}; the decoder has nothing like it")
-        ours[section] = {key: value for key, value in said.items() if key not in IGNORED}
+        ours[section] = {key: value for key, value in section_values.items() if key not in IGNORED}
     _read_attention(ours["attn_config"])
     _read_ffn(ours["ffn_config"], problems)
     if any(ours["attn_config"].get(name) for name in ("alibi", "rope")):
@@ -87,9 +87,9 @@ def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig
     _settle_scale(ours)
     if "ffn_hidden_size" in ours["ffn_config"]:
         ours.pop("expansion_ratio", None)
-    found: list[Problem] = []
-    config = build(ModelConfig, ours, found)
-    problems += [f"config.json: {problem.line}" for problem in found]
+    type_problems: list[Problem] = []
+    config = build(ModelConfig, ours, type_problems)
+    problems += [f"config.json: {problem.line}" for problem in type_problems]
     return config
 
 

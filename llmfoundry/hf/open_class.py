@@ -55,8 +55,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 ' "eos_token" to its tokenizer_config.json'
             )
         names = ("bos_token", "chat_template", "pad_token", "unk_token")
-        kept = {key: getattr(loaded, key, None) for key in names}
-        super().__init__(with_bounds(loaded.backend_tokenizer, name), loaded.eos_token, kept)
+        original_values = {key: getattr(loaded, key, None) for key in names}
+        super().__init__(
+            with_bounds(loaded.backend_tokenizer, name), loaded.eos_token, original_values
+        )
         self.template_file = f"{name}: chat_template"
 
 

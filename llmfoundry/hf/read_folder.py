@@ -313,10 +313,10 @@ class WeightFiles:
 
     def numbers_by_dtype(self) -> dict[torch.dtype, int]:
         """How many numbers are stored in each dtype."""
-        found: dict[torch.dtype, int] = {}
+        counts: dict[torch.dtype, int] = {}
         for sketch in self._sketches.values():
-            found[sketch.dtype] = found.get(sketch.dtype, 0) + sketch.numel()
-        return found
+            counts[sketch.dtype] = counts.get(sketch.dtype, 0) + sketch.numel()
+        return counts
 
     def close(self) -> None:
         """Unmap what is open."""
@@ -413,8 +413,8 @@ def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], WeightReader
             return [folder / one], reader
         if index.is_file():
             return _shards(index, suffix), reader
-        found = folder.glob(f"{one.removesuffix(f'.{suffix}')}*.{suffix}")
-        if parts := sorted(file for file in found if file.is_file()):
+        candidates = folder.glob(f"{one.removesuffix(f'.{suffix}')}*.{suffix}")
+        if parts := sorted(file for file in candidates if file.is_file()):
             return parts, reader
     raise UserError(
         f"{folder}: has no model.safetensors and no other weights; copy them there, or save the"

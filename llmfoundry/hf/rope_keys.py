@@ -25,9 +25,9 @@ def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any
     theta = architecture.theta if theta is None else theta  # None where no layer rotates
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling.type != "no_scaling":
-        given = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
-        given = {key: value for key, value in given.items() if value is not None}
-        rope = {"rope_type": scaling.type, **given}
+        values = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
+        values = {key: value for key, value in values.items() if value is not None}
+        rope = {"rope_type": scaling.type, **values}
     written: dict[str, Any] = {"rope_theta": theta}
     if scaling.type != "no_scaling":
         written["rope_scaling"] = dict(rope)
@@ -42,17 +42,17 @@ def read_rope(
     """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
     # transformers takes rope_scaling before rope_parameters, and folds theta into either
     new, old = written.get("rope_parameters") or {}, written.get("rope_scaling") or {}
-    said = old or new
+    scaling_keys = old or new
     _check_agree(new, old, problems)
-    share = said.get("partial_rotary_factor", written.get("partial_rotary_factor"))
+    share = scaling_keys.get("partial_rotary_factor", written.get("partial_rotary_factor"))
     share = architecture.partial_rotary if share is None else share
     if share != 1.0:
         problems.append(
             f"config.json: partial_rotary_factor {share}; the decoder's rotary turns the whole head"
         )
     return {
-        "attn_config.rope_theta": _read_theta(written, said, architecture.theta, problems),
-        "attn_config.rope_hf_config": _read_scaling(said, problems),
+        "attn_config.rope_theta": _read_theta(written, scaling_keys, architecture.theta, problems),
+        "attn_config.rope_hf_config": _read_scaling(scaling_keys, problems),
     }
 
 

@@ -142,14 +142,14 @@ class TextStream:
         """Add a piece and return the text that cannot become part of a stop string."""
         self._length += len(piece)
         self._held += piece
-        found = [place for place in map(self._held.find, self._stops) if place >= 0]
-        if found:
-            released = self._held[: min(found)]
+        positions = [place for place in map(self._held.find, self._stops) if place >= 0]
+        if positions:
+            released = self._held[: min(positions)]
             self._length -= len(self._held) - len(released)
             self._held, self.stopped = "", True
             return released
-        kept = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        released = self._held[: len(self._held) - kept]
+        overlap = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        released = self._held[: len(self._held) - overlap]
         self._held = self._held[len(released) :]
         return released
 

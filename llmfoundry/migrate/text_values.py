@@ -424,12 +424,12 @@ def switched_on(key: str) -> Take:
 
 def log_interval(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Convert console_log_interval: console and metrics have the same interval here."""
-    taken = duration("log_interval")(value, theirs)
-    is_each = taken.values.get("log_interval") == "1ba"
-    if is_each or not taken.values:
-        return taken
+    setting = duration("log_interval")(value, theirs)
+    is_each = setting.values.get("log_interval") == "1ba"
+    if is_each or not setting.values:
+        return setting
     return MigratedSetting(
-        taken.values, "is of metrics too, whose loss is the mean since the last", CHANGED
+        setting.values, "is of metrics too, whose loss is the mean since the last", CHANGED
     )
 
 

@@ -49,7 +49,7 @@ def find_hf_targets(model: HFCausalLM) -> HFTargets:
     from transformers.pytorch_utils import Conv1D
 
     experts = _expert_count(model)
-    found = HFTargets([], [], [])
+    targets = HFTargets([], [], [])
     inside = {id(m) for block in model.blocks for m in block.modules()}
     for name, module in model.hf.named_modules():
         if id(module) not in inside:
@@ -57,12 +57,12 @@ def find_hf_targets(model: HFCausalLM) -> HFTargets:
         if isinstance(module, nn.Linear | Conv1D):
             outputs = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
             is_router = outputs == 1 or (outputs == experts and experts > 1)  # or a gate
-            (found.routers if is_router else found.linear).append(name)
+            (targets.routers if is_router else targets.linear).append(name)
             continue
         for parameter, value in module.named_parameters(recurse=False):
             if value.ndim == 3:
-                found.stacks.append(f"{name}.{parameter}")
-    return found
+                targets.stacks.append(f"{name}.{parameter}")
+    return targets
 
 
 def _expert_count(model: HFCausalLM) -> int:
@@ -84,21 +84,21 @@ def peft_config(model: HFCausalLM, config: ResolvedAdapterConfig) -> Any:
     every = [*targets.linear, *targets.routers, *targets.stacks]
     if config.target_modules == ALL_LINEAR:
         routers = targets.routers if config.train_router else []
-        taken = [*targets.linear, *routers, *targets.stacks]
+        selected = [*targets.linear, *routers, *targets.stacks]
     else:
         patterns = config.target_modules or []
-        taken = select([patterns] if isinstance(patterns, str) else patterns, every, _KEY)
+        selected = select([patterns] if isinstance(patterns, str) else patterns, every, _KEY)
     left = set(select(config.exclude_modules, every, "adapter.exclude_modules"))
-    taken = [name for name in taken if name not in left]
-    if not taken:
+    selected = [name for name in selected if name not in left]
+    if not selected:
         raise UserError(f"{_KEY}: exclude_modules leaves nothing of it; remove some of its names")
-    stacks = [name for name in taken if name in targets.stacks]
-    _check(model, config, [n for n in taken if n not in stacks], stacks)
+    stacks = [name for name in selected if name in targets.stacks]
+    _check(model, config, [n for n in selected if n not in stacks], stacks)
     return peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,  # a fraction serves as well
         lora_dropout=config.lora_dropout or 0.0,
-        target_modules=[name for name in taken if name not in stacks],
+        target_modules=[name for name in selected if name not in stacks],
         target_parameters=stacks or None,
         use_rslora=bool(config.use_rslora),
         use_dora=bool(config.use_dora),
@@ -161,10 +161,10 @@ def add_peft(model: HFCausalLM, config: Any, *, dtype: torch.dtype) -> None:
         raise UserError(f"adapter: peft refuses it: {one_line(error)}") from error
     for module in peft_layers(model):
         for name in (*module.adapter_layer_names, "lora_magnitude_vector"):
-            held = getattr(module, name, None)
-            if isinstance(held, nn.ModuleDict | nn.ParameterDict) and _NAME in held:
-                held.to(dtype)
-                held.requires_grad_(True)
+            container = getattr(module, name, None)
+            if isinstance(container, nn.ModuleDict | nn.ParameterDict) and _NAME in container:
+                container.to(dtype)
+                container.requires_grad_(True)
 
 
 def peft_layers(model: nn.Module) -> Iterator[Any]:

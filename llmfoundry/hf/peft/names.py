@@ -108,13 +108,13 @@ def peft_modules(
     if architecture == OWN:
         return []
     weights = MAPS[architecture]
-    found = [p for rule, ours, theirs in layers(weights, config)
+    modules = [p for rule, ours, theirs in layers(weights, config)
              for p in _linear(rule, ours, theirs, config)]  # fmt: skip
     if weights.experts and is_mixture(config):
         names = weights.experts[0] if separate else weights.experts[-1]
         for block in range(config.n_layers):
-            found += _experts(names.of(block), f"blocks.{block}.ffn.", config, architecture)
-    return found
+            modules += _experts(names.of(block), f"blocks.{block}.ffn.", config, architecture)
+    return modules
 
 
 def _linear(
@@ -251,8 +251,8 @@ def ends(name: str) -> Iterator[str]:
 def _by_end(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Return the first pattern that is an end of each name, for patterns that are plain names."""
     order = {pattern: n for n, pattern in enumerate(patterns)}
-    found = {name: [end for end in ends(name) if end in order] for name in names}
-    return {name: min(of_it, key=order.__getitem__) for name, of_it in found.items() if of_it}
+    matches = {name: [end for end in ends(name) if end in order] for name in names}
+    return {name: min(of_it, key=order.__getitem__) for name, of_it in matches.items() if of_it}
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
@@ -261,9 +261,9 @@ def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
              "alpha_pattern": r"(.*\.)?({})$", "modules_to_save": r"(^|.*\.){}($|\..*)",
              "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\."}  # fmt: skip
     for key, form in forms.items():
-        given = config.get(key)
-        if isinstance(given, list) and key in ("target_modules", "exclude_modules"):
+        values = config.get(key)
+        if isinstance(values, list) and key in ("target_modules", "exclude_modules"):
             continue  # compared as names
-        for pattern in [given] if isinstance(given, str) else given or ():
+        for pattern in [values] if isinstance(values, str) else values or ():
             if isinstance(pattern, str) and not _NAME.fullmatch(pattern):
                 yield form.replace("{}", pattern)

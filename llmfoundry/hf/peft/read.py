@@ -115,12 +115,12 @@ class _File:
     @cached_property
     def targets(self) -> dict[str, list[tuple[int, str]]]:
         """Return the order and the name of the targeted parameters, by module."""
-        found: dict[str, list[tuple[int, str]]] = {}
+        targets: dict[str, list[tuple[int, str]]] = {}
         for n, target in enumerate(self.config.get("target_parameters") or []):
             parent, _, parameter = target.rpartition(".")
             if parameter in DEFINED:
-                found.setdefault(parent, []).append((n, parameter))
-        return found
+                targets.setdefault(parent, []).append((n, parameter))
+        return targets
 
     def get(self, name: str) -> Tensor | None:
         if name not in self.tensors:
@@ -299,9 +299,9 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
 
 def _wrapped(place: PeftModule, file: _File) -> list[str]:
     """Return the parameters of a module that the folder targets, in order."""
-    found = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
+    wrapped = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
     is_router = place.parameter == ROUTER  # whose class has that parameter alone, experts' have not
-    return [name for _, name in sorted(found) if (name == ROUTER) == is_router]
+    return [name for _, name in sorted(wrapped) if (name == ROUTER) == is_router]
 
 
 def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -368,8 +368,8 @@ def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
 def _scale(place: PeftModule, rank: int, file: _File) -> float:
     """Return the factor by which peft multiplies B A."""
     config = file.config
-    own = file.alpha_patterns.get(_name(place))
-    alpha = config.get("lora_alpha", 8) if own is None else config["alpha_pattern"][own]
+    pattern = file.alpha_patterns.get(_name(place))
+    alpha = config.get("lora_alpha", 8) if pattern is None else config["alpha_pattern"][pattern]
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

@@ -84,7 +84,7 @@ def target_matrices(
     plan: Mapping[str, LowRank], tensors: Mapping[str, Tensor], experts: int
 ) -> dict[str, AdaptedMatrix]:
     """Return the adapted matrices by name, from the parameters of a model by name."""
-    found = {}
+    matrices = {}
     for name, lora in plan.items():
         stacked = ".experts." in name
         key = f"{name}_lora_" if stacked else f"{name}.lora_"
@@ -96,8 +96,8 @@ def target_matrices(
 
         start = (read("A_init"), read("B_init")) if lora.init == "pissa" else None
         magnitude = tensors[f"{key}magnitude"].detach().float().cpu() if lora.dora else None
-        found[name] = AdaptedMatrix(lora, read("A"), read("B"), start, magnitude)
-    return found
+        matrices[name] = AdaptedMatrix(lora, read("A"), read("B"), start, magnitude)
+    return matrices
 
 
 def write_adapter(
@@ -178,11 +178,11 @@ class _Writer:
         """Add the part of the adapter in a module, if there is any."""
         mine = [(source, adapted[source.ours]) for source in place.sources
                 if source.ours in adapted]  # fmt: skip
-        found = _assemble(place, mine)
-        if found is None:
+        assembled = _assemble(place, mine)
+        if assembled is None:
             return
         self.placed |= {source.ours for source, _ in mine}
-        a, b, scale, magnitude = found
+        a, b, scale, magnitude = assembled
         if place.experts > 1 and "{e}" in place.module:
             for e in range(place.experts):
                 self._linear(place.module.format(e=e), a[e], b[e], scale, None)
@@ -229,9 +229,9 @@ class _Writer:
             rows = max(end for _, end in matrix.lora.parts)
             place = PeftModule(f"model.{name}", "", rows, (RowRange(name, 0, rows),),
                           experts=len(matrix.a))  # fmt: skip
-            found = _assemble(place, [(place.sources[0], matrix)])
-            assert found is not None
-            a, b, scale, magnitude = found
+            assembled = _assemble(place, [(place.sources[0], matrix)])
+            assert assembled is not None
+            a, b, scale, magnitude = assembled
             if stacked:
                 self._linear(place.module, a.flatten(0, 1), b.flatten(0, 1), scale, None)
                 self._shapes[place.module] = (a.shape[1], scale)
@@ -339,7 +339,7 @@ def _magnitude(place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]
     """Return DoRA's magnitude of a module, (rows,); None without DoRA."""
     if all(matrix.magnitude is None for _, matrix in mine):
         return None
-    found, filled = torch.zeros(place.rows), 0
+    magnitude, filled = torch.zeros(place.rows), 0
     for source, matrix in mine:
         assert matrix.magnitude is not None
         at = 0
@@ -347,7 +347,9 @@ def _magnitude(place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]
             low, high = max(begin, source.begin), min(end, source.end)
             if low < high:
                 to = source.at + low - source.begin
-                found[to : to + high - low] = matrix.magnitude[at + low - begin : at + high - begin]
+                magnitude[to : to + high - low] = matrix.magnitude[
+                    at + low - begin : at + high - begin
+                ]
                 filled += high - low
             at += end - begin
     if filled != place.rows:
@@ -355,4 +357,4 @@ def _magnitude(place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]
             f"architecture: {place.module} has rows without an adapter, and DoRA needs all; leave"
             " architecture out"
         )
-    return found
+    return magnitude

@@ -199,10 +199,10 @@ class Server:
         fields: RequestFields = read_fields(body, kind)
         self._check_model(fields.model)
         try:
-            asked = await to_thread.run_sync(ask, self._served, fields)
+            completion = await to_thread.run_sync(ask, self._served, fields)
         except UserError as error:
             raise RequestError(422, str(error)) from error
-        reply = Reply(self, asked, self._admit(asked), began)
+        reply = Reply(self, completion, self._admit(completion), began)
         if not fields.stream:
             return await _unless_gone(request, reply.whole())
         try:

@@ -135,9 +135,9 @@ class CompletionFields(RequestFields, kw_only=True):
         Raises:
             RequestError: texts and token ids are mixed, or there are no prompts.
         """
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        ids = [part for part in given if isinstance(part, int)]
-        prompts: list[str | list[int]] = [part for part in given if not isinstance(part, int)]
+        items = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [part for part in items if isinstance(part, int)]
+        prompts: list[str | list[int]] = [part for part in items if not isinstance(part, int)]
         if ids and not prompts:
             return [ids]
         if ids:
@@ -263,11 +263,11 @@ def read_fields(body: bytes, kind: type[AnyFields]) -> AnyFields:
         RequestError: the body is not JSON, lacks a field, or has an unsupported field.
     """
     try:
-        given = msgspec.json.decode(body)
-        if not isinstance(given, dict):
+        values = msgspec.json.decode(body)
+        if not isinstance(values, dict):
             raise RequestError(400, "the body is no JSON object; write one: {...}")
-        _refuse_unknown(given, kind)
-        fields = msgspec.convert(given, kind)
+        _refuse_unknown(values, kind)
+        fields = msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise _of_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -388,9 +388,9 @@ def make_completion_request(served: ServedModel, fields: CompletionFields) -> Co
     Raises:
         RequestError: the model does not support the request.
     """
-    given = fields.texts_or_ids()
-    _check_count(served, fields, len(given))  # before any is encoded
-    prompts = tuple(_prompt(served, fields, prompt) for prompt in given)
+    prompt_inputs = fields.texts_or_ids()
+    _check_count(served, fields, len(prompt_inputs))  # before any is encoded
+    prompts = tuple(_prompt(served, fields, prompt) for prompt in prompt_inputs)
     most = [_COMPLETION if fields.max_tokens is None else fields.max_tokens] * len(prompts)
     if fields.max_tokens is None:
         room = min(_COMPLETION, served.most_tokens or _COMPLETION)

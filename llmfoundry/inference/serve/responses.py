@@ -250,12 +250,12 @@ class ReplyWriter:
 
 def added(parts: Iterable[AnswerDelta]) -> AnswerDelta:
     """Join several deltas of an answer."""
-    whole = AnswerDelta()
+    answer = AnswerDelta()
     for part in parts:
-        whole.text += part.text
-        whole.tokens += part.tokens
-        whole.finish = part.finish or whole.finish
-    return whole
+        answer.text += part.text
+        answer.tokens += part.tokens
+        answer.finish = part.finish or answer.finish
+    return answer
 
 
 def _with_own(shown: ReportedToken) -> Alternatives:
