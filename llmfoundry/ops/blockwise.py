@@ -1,11 +1,9 @@
-"""Blockwise 8-bit formats: values that lie side by side share a scale.
+"""Blockwise 8-bit formats, in which adjacent values share a scale.
 
-`compression.py` keeps activations in them. A block's scale is its largest magnitude over the
-format's largest, kept in bf16: 8.125 bits a value. The error of int8 is at most half a step, 1/254
-of the largest; that of fp8 (e4m3, three bits of mantissa) at most 1/16 of the value itself.
-
-`blockwise_triton.py` has the same functions as kernels of one pass each, and its tests compare them
-with these.
+`compression.py` stores activations in them. The scale of a block is its largest magnitude divided
+by the largest value of the format, in bf16: 8.125 bits per value. The error of int8 is at most half
+a step, 1/254 of the largest magnitude; that of fp8 (e4m3, three mantissa bits) at most 1/16 of the
+value. `blockwise_triton.py` has the same functions as Triton kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class BlockwiseTensor(NamedTuple):
-    """n values in 8 bits.
+    """A tensor of n values in 8 bits.
 
     Attributes:
         values: (n,), int8 or float8_e4m3fn.
@@ -34,12 +32,12 @@ class BlockwiseTensor(NamedTuple):
 
 
 def quantize(x: Tensor, kind: torch.dtype) -> BlockwiseTensor:
-    """Values of x (n,), contiguous; a block with NaN or inf in it becomes NaN as a whole."""
+    """Quantize x (n,), contiguous. A block that contains NaN or inf becomes NaN."""
     n, most = x.shape[0], LARGEST[kind]
     blocks = F.pad(x, (0, -n % BLOCK)).view(-1, BLOCK).float()
-    # quotients in fp32 by the scale as it is stored: in bf16 the training drifts
+    # divide in fp32 by the stored (rounded) scale: with bf16 quotients training drifts
     scales = (torch.linalg.vector_norm(blocks, torch.inf, dim=1) / most).bfloat16()
-    scales += 0 * scales  # NaN of inf, whose values are lost
+    scales += 0 * scales  # turns inf into NaN, as the values are lost
     steps = scales.float().clamp_min_(torch.finfo(torch.float32).tiny)
     quotients = blocks / steps[:, None]
     if kind == torch.int8:
@@ -49,7 +47,7 @@ def quantize(x: Tensor, kind: torch.dtype) -> BlockwiseTensor:
 
 
 def dequantize(packed: BlockwiseTensor, dtype: torch.dtype) -> Tensor:
-    """The (n,) values of what `quantize` made."""
+    """Return the (n,) values of a quantized tensor."""
     n = packed.values.shape[0]
     values = packed.values.float()
     blocks = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)

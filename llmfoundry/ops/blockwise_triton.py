@@ -1,6 +1,6 @@
-"""`blockwise.quantize` and `dequantize` as Triton kernels of one pass each.
+"""`blockwise.quantize` and `dequantize` as Triton kernels with one pass each, for CUDA.
 
-`compression.py` takes them on CUDA. A program handles WIDTH values, all arithmetic in fp32.
+`compression.py` calls them. A program processes WIDTH values; all arithmetic is in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmfoundry.ops.blockwise import BLOCK, LARGEST, BlockwiseTensor
 
-WIDTH = 2048  # values of a program
+WIDTH = 2048  # values per program
 WARPS = 4
 
 
@@ -28,7 +28,7 @@ def quantize_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Values (n,) in 8 bits of x (n,), and a bf16 scale for each BLOCK of them."""
+    """Quantize x (n,) to 8-bit values (n,) and a bf16 scale per BLOCK values."""
     first = tl.program_id(0).to(tl.int64) * WIDTH
     at = first + tl.arange(0, WIDTH)
     blocks = tl.reshape(
@@ -42,7 +42,7 @@ def quantize_kernel(
     step = tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)
     exact = blocks / step[:, None]
     if values.dtype.element_ty == tl.int8:
-        # to the nearest; a tie, which PyTorch rounds to even, goes away from zero
+        # round to nearest; ties round away from zero (PyTorch rounds them to even)
         whole = tl.floor(tl.abs(exact) + 0.5)
         exact = tl.where(exact < 0, -whole, whole)
     exact = tl.minimum(tl.maximum(exact, -LARGEST), LARGEST)
@@ -61,7 +61,7 @@ def dequantize_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Values out (n,) of what quantize_kernel wrote."""
+    """Write the values (n,) of a quantized tensor to `out`."""
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     mask = at < n
     value = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def dequantize(packed: BlockwiseTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(kernel: Any, n: int, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Programs for n values, on the device of the tensor."""
+    """Launch enough programs for n values on the tensor's device."""
     if n == 0:
         return
     with torch.cuda.device_of(tensor):

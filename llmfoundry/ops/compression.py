@@ -1,15 +1,14 @@
-"""Activations that wait for the backward pass in 8 bits: one mechanism for all that a block saves.
+"""Compression of saved activations to 8 bits until the backward pass.
 
-`distributed/activation_checkpoint.py` puts `Compressor.hooks` around the forward pass of a block:
-whatever autograd saves in it, of attention, feed-forward layers and experts alike, is quantized as
-it is saved and restored as the backward pass asks for it. The forward pass itself stays exact.
+Entry point: `Compressor.hooks`, which `distributed/activation_checkpoint.py` puts around the
+forward pass of a block. Every activation that autograd saves in it, of attention, feed-forward
+layers and experts alike, is quantized when it is saved and dequantized when the backward pass needs
+it. The forward pass itself stays exact. `blockwise.py` has the formats. COAT (Xi et al., 2024) and
+ActNN (Chen et al., 2021) train in this way.
 
-`blockwise.py` has the formats. COAT (Xi et al., 2024) and ActNN (Chen et al., 2021) train with
-such. Weights, tables that all blocks share, statistics of norms, softmax sums and what a router
-weighs by stay as they are.
-
-Nothing here reads a tensor's values on the host: it runs on fake tensors, and the device is never
-waited for.
+Weights, tables that all blocks share, statistics of norms, softmax sums and router weights are not
+compressed. No tensor value is read on the host, so that the code runs on fake tensors and never
+waits for the device.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ from llmfoundry.ops import blockwise
 from llmfoundry.ops.blockwise import BLOCK, FORMATS, BlockwiseTensor
 from llmfoundry.ops.torch_private import storage_reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
-SMALL = 4096  # values of a tensor that is not worth a kernel
-NARROW = 16  # a tensor with fewer values a token than the stream's width over this stays exact
-DEPTH = 12  # autograd nodes between a weight and what is made of weights alone
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that are compressed
+SMALL = 4096  # tensors with fewer values are not compressed
+NARROW = 16  # nor are tensors with less than 1 / NARROW of the residual stream's values per token
+DEPTH = 12  # autograd nodes that are searched to find out whether a tensor depends only on weights
 
 
 class _Kept:
-    """One tensor's values, which several operations may have saved.
+    """Compressed values of one storage, which several operations may have saved.
 
-    The first of them to ask restores the values, which stay until the last has asked.
+    The first operation that needs them dequantizes them; they stay until the last one has read
+    them.
     """
 
     def __init__(self, packed: BlockwiseTensor, dtype: torch.dtype) -> None:
@@ -60,12 +60,12 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A saved tensor: its values, and how they lie.
+    """A saved tensor: its values and its memory layout.
 
     Attributes:
-        kept: the values in the order of memory.
-        shape: of the dimensions in that order.
-        order: the place of each dimension in it.
+        kept: values in memory order.
+        shape: sizes of the dimensions in memory order.
+        order: position of each dimension in memory order.
     """
 
     kept: _Kept
@@ -78,13 +78,13 @@ Saved = Tensor | Compressed
 
 @dataclass(frozen=True)
 class _Scope:
-    """What tells the activations of a forward pass from all else that it saves.
+    """Information that distinguishes activations of a forward pass from other saved tensors.
 
     Attributes:
-        module: whose pass it is.
-        least: values that an activation has at least.
-        tables: memory that all blocks share.
-        stop: where the residual stream came from; None: from nothing that trains.
+        module: module whose forward pass it is.
+        least: minimum number of values of an activation.
+        tables: storages that all blocks share.
+        stop: autograd node of the residual stream's input; None: no parameter before is trained.
     """
 
     module: nn.Module
@@ -94,12 +94,12 @@ class _Scope:
 
 
 class Compressor:
-    """What the blocks of one model save, each storage once.
+    """Compresses the tensors that the blocks of a model save, each storage once.
 
     Args:
-        kind: of FORMATS.
-        exact: values a token of the widest tensor that stays as it is whatever the stream's width:
-            experts that a router scores, heads of which attention keeps sums.
+        kind: a name of FORMATS.
+        exact: largest number of values per token of tensors that are not compressed in any case:
+            the number of experts that a router scores, or of attention heads.
     """
 
     _scope: _Scope
@@ -109,13 +109,13 @@ class Compressor:
         self._kept: dict[Any, weakref.ref[_Kept]] = {}  # the storage first
 
     def hooks(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """A context in which what is saved is compressed.
+        """Return a context in which saved tensors are compressed.
 
         Args:
-            module: whose forward pass runs in it; its weights are left as they are.
-            inputs: of it, the residual stream (..., D) the first. What lies in dataclasses among
-                them belongs to all blocks, and is left as it is.
-            named: its other inputs, left as they are too (the first may be the stream).
+            module: module whose forward pass runs in the context. Its weights are not compressed.
+            inputs: positional inputs; the first is the residual stream (..., D). Tensors inside
+                dataclasses belong to all blocks and are not compressed.
+            named: keyword inputs, which are not compressed (the first may be the stream).
         """
         for key, kept in list(self._kept.items()):
             if key[0].expired() or kept() is None:
@@ -130,7 +130,7 @@ class Compressor:
         return saved_tensors_hooks(self.save, restore)
 
     def save(self, tensor: Tensor) -> Saved:
-        """What autograd holds in the place of a tensor."""
+        """Return what autograd saves in place of a tensor."""
         scope = self._scope
         if not self._is_wide(tensor) or _storage(tensor) in scope.tables:
             return _alias(tensor)
@@ -139,7 +139,7 @@ class Compressor:
         return self.compress(tensor)
 
     def keep(self, result: Tensor) -> Saved:
-        """What selective checkpointing holds in the place of an operator's result."""
+        """Return what selective checkpointing saves in place of an operator's result."""
         return self.compress(result) if self._is_wide(result) else result
 
     def _is_wide(self, tensor: Tensor) -> bool:
@@ -147,7 +147,7 @@ class Compressor:
         return is_wide and not isinstance(tensor, DTensor) and not _repeats(tensor)
 
     def compress(self, tensor: Tensor) -> Compressed:
-        """The tensor in 8 bits, as whoever saved the same storage before has it."""
+        """Compress a tensor, reusing the values if its storage was compressed before."""
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
         places = tuple(order.index(dim) for dim in range(tensor.ndim))
@@ -171,7 +171,7 @@ class Compressor:
 
 
 def restore(saved: Any) -> Any:
-    """What was saved, as it was laid out; what is not compressed as it is."""
+    """Return a saved tensor in its layout; other values are returned unchanged."""
     if not isinstance(saved, Compressed):
         return saved
     return saved.kept.take().view(saved.shape).permute(saved.order)
@@ -179,7 +179,7 @@ def restore(saved: Any) -> Any:
 
 @cache
 def _steps(kind: str) -> ModuleType:
-    """Triton's kernels where they run, PyTorch's functions elsewhere."""
+    """Return the module of Triton kernels on CUDA, else that of PyTorch functions."""
     if kind != "cuda" or find_spec("triton") is None:
         return blockwise
     from llmfoundry.ops import blockwise_triton
@@ -217,12 +217,12 @@ def _(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same storage: a tensor that holds its own node would never be freed."""
+    """Return an alias: a tensor that references its own node would never be freed."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Whether one place of memory is several elements."""
+    """Return whether several elements share a memory location."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)
 
@@ -232,10 +232,10 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def _is_weight(tensor: Tensor, module: nn.Module, stop: Node | None) -> bool:
-    """Whether it is a weight, a view of one, or made of weights alone: a copy in autocast's dtype.
+    """Return whether a tensor is a weight, a view of one, or a cast copy of one.
 
-    FSDP frees gathered weights and gathers them again, in the same storage, for the backward pass:
-    theirs must stay the storage that is saved.
+    FSDP frees gathered weights and gathers them again, into the same storage, for the backward
+    pass. Their storage must therefore be saved as it is.
     """
     parameters = list(module.parameters())
     if _storage(tensor) in {_storage(p) for p in parameters}:
@@ -261,7 +261,7 @@ def _is_weight(tensor: Tensor, module: nn.Module, stop: Node | None) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All in nested containers and dataclasses."""
+    """Yield all tensors in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,13 +1,14 @@
-"""Frozen matrices in 4 bits: NormalFloat (NF4) with scales that are quantized again (QLoRA).
+"""4-bit quantization of frozen matrices: NF4 with optionally quantized scales (QLoRA).
 
-`models/quantized.py` keeps them, `models/layers.py` and `ops/moe/mixture.py` compute with them.
-Values are bitsandbytes' (Dettmers et al., 2023): 64 values in a row share a scale, their largest
-magnitude; each becomes the nearest of 16 quantiles of a normal distribution, the first of two in a
-byte's high half. With double quantization the scales, less their mean, are one byte each in a code
-of 256 values, and 256 of them share an fp32 scale: 4.127 bits a value in place of 4.5.
+Entry points: `quantize`, `dequantize` and `nf4_linear`, for `models/quantized.py`,
+`models/layers.py` and `ops/moe/mixture.py`. The format is that of bitsandbytes (Dettmers et al.,
+2023): 64 adjacent values share a scale, their largest magnitude. Each value becomes the nearest of
+16 quantiles of a normal distribution; the first of two values is in the high half of a byte. With
+double quantization the scales, minus their mean, are one byte each in a code of 256 values, and 256
+of them share an fp32 scale: 4.127 bits per value instead of 4.5.
 
-One idea: all of it lies in one tensor of bytes for each matrix, so that a quantized weight is one
-parameter, which FSDP cuts into even shards, DDP leaves alone, and nothing can tear apart.
+The one idea: all parts of a matrix are in one tensor of bytes. A quantized weight is therefore one
+parameter, which FSDP shards evenly and DDP ignores.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmfoundry.ops.devices import planned, to_autocast_dtype
 
-CODE = (  # quantiles of a normal distribution, -1, 0 and 1 among them: bitsandbytes' own
+CODE = (  # quantiles of a normal distribution, including -1, 0 and 1, as in bitsandbytes
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
 BLOCK = 64  # values that share a scale
-SCALE_BLOCK = 256  # scales that share a scale of their own
-STEP = 1 << 18  # values that a CPU turns at a time: they stay in its cache
-DEVICE_STEP = 1 << 26  # the same elsewhere: a step's fp32 values take 256 MiB
+SCALE_BLOCK = 256  # quantized scales that share an fp32 scale
+STEP = 1 << 18  # values that a CPU converts at a time, which fit its cache
+DEVICE_STEP = 1 << 26  # the same on other devices: the fp32 values take 256 MiB
 
 
 class Nf4Tensor(NamedTuple):
-    """A tensor of n values in the parts that bitsandbytes has.
+    """A quantized tensor of n values, in the parts of bitsandbytes.
 
     Attributes:
-        packed: uint8 (ceil(n / 64) * 32,), two values a byte; what is behind the last value is 0.
-        scales: fp32 (ceil(n / 64),), or uint8 where they are quantized again.
-        coarse: fp32 (ceil(len(scales) / 256),), the scales of scales; empty where they are not.
-        offset: fp32 (1,), the scales' mean; empty where they are not quantized again.
+        packed: uint8 (ceil(n / 64) * 32,), two values per byte, padded with 0.
+        scales: fp32 (ceil(n / 64),), or uint8 with double quantization.
+        coarse: fp32 (ceil(len(scales) / 256),), scales of the scales; else empty.
+        offset: fp32 (1,), mean of the scales; empty without double quantization.
     """
 
     packed: Tensor
@@ -54,11 +55,11 @@ class Nf4Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Nf4Layout:
-    """How a matrix of so many values lies in its bytes: coarse, offset, scales, packed.
+    """Byte layout of a quantized matrix: coarse, offset, scales, packed.
 
     Attributes:
-        values: of the matrix.
-        double: scales are quantized again.
+        values: number of values of the matrix.
+        double: whether scales are quantized.
     """
 
     values: int
@@ -66,7 +67,7 @@ class Nf4Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Bytes of each part; the first two, of fp32 values, are padded to multiples of 16."""
+        """Return the bytes of each part; the first two (fp32) are padded to multiples of 16."""
         blocks = -(-self.values // BLOCK)
         if not self.double:
             return 0, 0, 4 * blocks, BLOCK // 2 * blocks
@@ -74,11 +75,11 @@ class Nf4Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole, a multiple of 16: experts' lie one after another, and are read as fp32."""
+        """Bytes of the matrix; a multiple of 16, because stacked experts are read as fp32."""
         return -(-sum(self.sizes) // 16) * 16
 
     def split(self, data: Tensor) -> Nf4Tensor:
-        """The parts of `data` (nbytes,), which share its memory."""
+        """Return the parts of `data` (nbytes,), which share its memory."""
         blocks = -(-self.values // BLOCK)
         parts = data[: sum(self.sizes)].split(self.sizes)
         coarse, offset, scales, packed = parts
@@ -90,7 +91,7 @@ class Nf4Layout:
 
 @torch.no_grad()
 def quantize(values: Tensor, *, double: bool = True) -> Tensor:
-    """The bytes (Nf4Layout.nbytes,) of a floating-point tensor of any shape, on its device.
+    """Quantize a floating-point tensor of any shape on its device; return bytes (nbytes,).
 
     Raises:
         ValueError: a value is not finite.
@@ -113,13 +114,13 @@ def quantize(values: Tensor, *, double: bool = True) -> Tensor:
     if not double:
         parts.scales.copy_(scales)
         return data
-    parts.offset.fill_(scales.double().mean())  # in fp64: the same on any number of threads
+    parts.offset.fill_(scales.double().mean())  # fp64: independent of the number of threads
     _quantize_scales(scales - parts.offset, parts)
     return data
 
 
 def _quantize_scales(scales: Tensor, parts: Nf4Tensor) -> None:
-    """To the nearest of the 256 values that `_scale_code` lists, 256 scales by their largest."""
+    """Quantize scales to the nearest values of `_scale_code`, in blocks of 256."""
     rows = F.pad(scales, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
     parts.coarse.copy_(rows.abs().amax(1))
     code = _scale_code(scales.device)
@@ -130,13 +131,13 @@ def _quantize_scales(scales: Tensor, parts: Nf4Tensor) -> None:
 
 @torch.no_grad()
 def dequantize(data: Tensor, shape: Sequence[int], dtype: torch.dtype, *, double: bool) -> Tensor:
-    """The tensor of `shape` that `quantize` made `data` from, as far as 4 bits know it.
+    """Return the tensor of `shape` that `data` stands for.
 
-    Products of code and scale are fp32, rounded once to `dtype`.
+    The product of code and scale is computed in fp32 and rounded once to `dtype`.
     """
-    if planned() is not None:  # tables below would be fake ones, and kept
+    if planned() is not None:  # the cached tables below would become fake tensors
         return data.new_empty(shape, dtype=dtype)
-    # torch before 2.12 gathers every parameter in FSDP's dtype; bfloat16 is exact up to 256
+    # torch before 2.12 gathers every parameter in FSDP's dtype; bfloat16 is exact to 256
     data = data.to(torch.uint8)
     n = torch.Size(shape).numel()
     parts = Nf4Layout(n, double).split(data)
@@ -153,7 +154,7 @@ def dequantize(data: Tensor, shape: Sequence[int], dtype: torch.dtype, *, double
 
 
 def _scales(parts: Nf4Tensor) -> Tensor:
-    """The fp32 scales (blocks,) of scales that were quantized again."""
+    """Return the fp32 scales (blocks,) of quantized scales."""
     code = _scale_code(parts.scales.device).index_select(0, parts.scales.int())
     each = parts.coarse.repeat_interleave(SCALE_BLOCK, output_size=len(parts.coarse) * SCALE_BLOCK)
     return code * each[: len(code)] + parts.offset
@@ -165,14 +166,14 @@ def _step(device: torch.device) -> int:
 
 @cache
 def _bounds(device: torch.device) -> Tensor:
-    """(15,) fp32: halfway between adjacent values of CODE."""
+    """Return (15,) fp32: midpoints between adjacent values of CODE."""
     code = torch.tensor(CODE)
     return ((code[:-1] + code[1:]) / 2).to(device)
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """(256,) int64: for every byte the two fp32 values that it stands for, side by side."""
+    """Return (256,) int64: the two fp32 values of every byte, packed into one integer."""
     code = torch.tensor(CODE)
     high, low = code.repeat_interleave(16), code.repeat(16)
     return torch.stack([high, low], 1).view(torch.int64).flatten().to(device)
@@ -180,9 +181,9 @@ def _pairs(device: torch.device) -> Tensor:
 
 @cache
 def _scale_code(device: torch.device) -> Tensor:
-    """(256,) fp32 in order: bitsandbytes' dynamic 8-bit code (Dettmers, 2016), its own arithmetic.
+    """Return (256,) fp32, ascending: bitsandbytes' dynamic 8-bit code (Dettmers, 2016).
 
-    Of 7 decades below 1 each has twice the values of the one below, from 1 to 64 of each sign.
+    It has 7 decades below 1, each with twice as many values as the one below: 1 to 64 per sign.
     """
     values = [0.0, 1.0]
     for i in range(7):
@@ -193,10 +194,10 @@ def _scale_code(device: torch.device) -> Tensor:
 
 
 def nf4_linear(x: Tensor, data: Tensor, width: int, *, double: bool) -> Tensor:
-    """X W^T, (..., width), of x (..., K) and the quantized W (width, K).
+    """Return x W^T, (..., width), for x (..., K) and the quantized W (width, K).
 
-    Differentiable in x. Under autocast in its dtype, else in x's. W exists while it is multiplied,
-    and again in the backward pass: what waits for that is `data` alone.
+    Differentiable in x. The matmul runs in autocast's dtype if it is enabled, else in x's. W is
+    dequantized for the matmul, and again in the backward pass: only `data` is saved.
     """
     return torch.ops.llmfoundry.nf4_linear(to_autocast_dtype(x), data, width, double)
 
@@ -248,5 +249,5 @@ _linear.register_autograd(_differentiate, setup_context=_setup_context)
 
 @register_flop_formula([torch.ops.llmfoundry.nf4_linear, torch.ops.llmfoundry.nf4_linear_backward])
 def _flops(x: Sequence[int], data: Sequence[int], width: int, *_: Any, **__: Any) -> int:
-    """Two a multiply-add."""
+    """Return the FLOPs; a multiply-add counts as two."""
     return 2 * torch.Size(x).numel() * width

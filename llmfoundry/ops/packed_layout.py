@@ -1,8 +1,8 @@
-"""`Batch`, what one step reads, and `PackedLayout`: who attends to whom in its rows.
+"""Input of a training step (`Batch`), and documents or trees packed into it (`PackedLayout`).
 
-The data package and the gauntlet make layouts, each attention backend turns them into what it
-needs. A row holds documents one after the other, or, where texts share a prefix, trees: the prefix
-once, then each continuation.
+The data package and the gauntlet create layouts. Each attention backend converts them to what its
+kernel needs. A sequence holds documents one after the other, or trees, if texts share a prefix: the
+prefix is stored once, followed by each continuation.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Ranges = tuple[tuple[int, int], ...]
-"""Neighbouring places of a row each, first and one past the last, ascending."""
+"""Disjoint ranges of positions in a sequence, (first, one past the last), in ascending order."""
 
 
 def at(x: Tensor, ranges: Ranges) -> Tensor:
-    """X (B, T, ...) at some places of its rows, (B, t, ...)."""
+    """Return the positions of x (B, T, ...) that lie in some ranges, (B, t, ...)."""
     if len(ranges) == 1:
         return x[:, slice(*ranges[0])]
     return torch.cat([x[:, start:stop] for start, stop in ranges], dim=1)
@@ -28,25 +28,25 @@ def at(x: Tensor, ranges: Ranges) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Documents or trees packed into rows.
+    """Documents or trees packed into sequences.
 
-    A token sees itself and the earlier tokens of its own document; in a tree, of the path from the
-    root to itself. Tokens of a tree stand in preorder, so that everything below a token follows it
-    in one piece and a single number says who sees it.
+    A token attends to itself and to earlier tokens of its document; in a tree, of the path from the
+    root. Tokens of a tree are in preorder, so that all descendants of a token follow it directly
+    and one number per token describes which tokens attend to it.
 
     Attributes:
-        positions: (B, T) int64, each token's place in its document or depth in its tree, from 0.
-        documents: (B, T) int32, which document or tree of its row a token belongs to, from 0,
-            ascending.
-        lengths: for each row the lengths of its documents or trees, in order; their sum is T. The
-            same facts as `documents`, on the host, so that no backend has to ask the device.
-        padding: for each row how many of its last tokens are padding, which experts leave out, on
-            the host; None: none.
-        ends: (B, T) int32: token j of a row is seen by its later tokens i < ends[j] and by no
-            other. None: nothing branches, and every token is seen to the end of its document.
-        depth: with `ends`: tokens of the longest path of all trees, on the host.
-        ranges: places of the tokens at hand, where other processes have the rest of each row:
-            `positions` is then (B, t), of these alone, and all else of whole rows. None: all are.
+        positions: (B, T) int64, position of each token in its document, or depth in its tree.
+        documents: (B, T) int32, index of the document or tree of each token in its sequence,
+            ascending from 0.
+        lengths: for each sequence the lengths of its documents or trees, in order; their sum is T.
+            The same information as `documents`, on the host, so that no backend has to synchronize.
+        padding: number of padding tokens at the end of each sequence, on the host; experts skip
+            them. None: no padding.
+        ends: (B, T) int32: later tokens i < ends[j] of the sequence attend to token j, and no
+            others. None: no trees; all later tokens of a document attend to a token.
+        depth: with `ends`: number of tokens of the longest path in any tree, on the host.
+        ranges: positions of the local tokens under context parallelism. `positions` is then (B, t),
+            of local tokens only, and all else is of full sequences. None: all tokens are local.
     """
 
     positions: Tensor
@@ -59,7 +59,7 @@ class PackedLayout:
 
     @property
     def width(self) -> int:
-        """T, tokens of a whole row."""
+        """T, tokens of a full sequence."""
         return self.documents.shape[1]
 
     @classmethod
@@ -68,7 +68,7 @@ class PackedLayout:
         lengths: list[list[int]] | tuple[tuple[int, ...], ...],
         padding: tuple[int, ...] | None = None,
     ) -> PackedLayout:
-        """Build from each row's document lengths; every row must sum to the same T."""
+        """Build a layout from the document lengths of each sequence; all must sum to the same T."""
         rows = tuple(tuple(row) for row in lengths)
         assert len({sum(row) for row in rows}) == 1, "rows of a batch have one length"
         positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
@@ -81,14 +81,14 @@ class PackedLayout:
     def from_ends(
         cls, ends: Tensor | Sequence[Sequence[int]], padding: tuple[int, ...] | None = None
     ) -> PackedLayout:
-        """Build from where each token's part of its tree ends, (B, T), counted in its row.
+        """Build a layout from the end of each token's subtree in its sequence, (B, T).
 
-        Without a branch anywhere the layout is that of documents, which more backends serve.
+        Without branches the result is a layout of documents, which more backends support.
         """
         ends = torch.as_tensor(ends, dtype=torch.int64)
         rows, width = ends.shape
-        # A token's depth is the number of earlier ones that it is below: +1 after each token, -1
-        # where its part ends.
+        # The depth of a token is the number of earlier tokens whose subtree contains it: +1 after
+        # each token, -1 at the end of its subtree.
         steps = torch.zeros(rows, width + 2, dtype=torch.int64)
         steps[:, 1 : width + 1] = 1
         steps.scatter_add_(1, ends, torch.full_like(ends, -1))
@@ -99,7 +99,7 @@ class PackedLayout:
             for row in roots
         )
         documents = (roots.cumsum(1) - 1).int()
-        # where nothing branches, each token but a root is one deeper than the one before
+        # without branches, each token except a root is one deeper than the previous token
         branches = bool((~roots[:, 1:] & (torch.diff(positions) != 1)).any())
         if not branches:
             return cls(positions, documents, lengths, padding)
@@ -107,7 +107,7 @@ class PackedLayout:
         return cls(positions, documents, lengths, padding, ends.int(), depth)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> PackedLayout:
-        """The same layout with its tensors on `device`."""
+        """Return the layout with its tensors on `device`."""
         ends = self.ends
         return replace(
             self,
@@ -117,7 +117,7 @@ class PackedLayout:
         )
 
     def rows(self, start: int, stop: int) -> PackedLayout:
-        """The layout of rows start..stop, for microbatches."""
+        """Return the layout of sequences start..stop, for microbatches."""
         return replace(
             self,
             positions=self.positions[start:stop],
@@ -128,12 +128,12 @@ class PackedLayout:
         )
 
     def part(self, ranges: Ranges) -> PackedLayout:
-        """The layout of the same rows, of whose tokens only those at `ranges` are at hand."""
+        """Return the layout of the same sequences, of which only tokens in `ranges` are local."""
         assert self.ends is None and self.ranges is None, "documents alone are shared"
         return replace(self, positions=at(self.positions, ranges), ranges=ranges)
 
     def padded(self, count: int) -> PackedLayout:
-        """With so many tokens of padding behind each row: a document of its own."""
+        """Return the layout with `count` padding tokens after each sequence, as a document."""
         assert self.ends is None and self.ranges is None, "documents alone are padded"
         places = torch.arange(count, device=self.positions.device).expand(len(self.lengths), -1)
         last = self.documents[:, -1:] + 1
@@ -147,7 +147,7 @@ class PackedLayout:
         )
 
     def span(self, start: int, stop: int) -> PackedLayout:
-        """Documents of the adjacent places start..stop, cut where these begin and end."""
+        """Return the layout of positions start..stop; documents that cross them are split."""
         assert self.ends is None, "documents alone are cut"
         lengths = []
         for row in self.lengths:
@@ -158,9 +158,9 @@ class PackedLayout:
         return replace(self, documents=documents, lengths=tuple(lengths), ranges=None)
 
     def real_places(self) -> Tensor | None:
-        """(N,) int64 on the host, flat places b * t + i of tokens at hand that are no padding.
+        """Return (N,) int64 on the host: flat indices b * t + i of local tokens without padding.
 
-        None: all are.
+        None if there is no padding.
         """
         if self.padding is None or not any(self.padding):
             return None
@@ -176,27 +176,28 @@ class PackedLayout:
         return torch.cat(places)
 
 
-IGNORE = -100  # a label that counts neither in the loss nor in its denominator
+IGNORE = -100  # label of tokens that are not in the loss
 
 
 @dataclass(frozen=True)
 class AnswerDocuments:
-    """Documents to compare. D: the most documents of a row; a row of fewer is filled up with 0.
+    """Documents to compare in preference tuning.
 
-    The two of a pair are adjacent in their row, the chosen one first. The document that a token
-    belongs to is `layout.documents`; its learned tokens are the answer.
+    D is the largest number of documents of a sequence; sequences with fewer are padded with 0. The
+    two documents of a pair are adjacent in their sequence, the chosen one first. A token belongs to
+    the document `layout.documents`, and the tokens of a document that are in the loss are the
+    answer.
 
     Attributes:
         side: (B, D) int64: 1 chosen or desirable, -1 rejected or undesirable, 0 no answer.
-        begins: for each row of each document the place in the row where its answer begins, on the
-            host; one past the document where it has none.
-        reference: (B, D) fp32, the reference model's log-probability of each answer; None: it is
-            not known beforehand.
-        mismatched: (B, D) fp32, the same of each document's prompt with the answer of the one
-            before it in the row (`llmfoundry.train.preference_loss`); None: as for
-            `reference`.
-        baseline: (B,) fp32, what KTO compares rewards with, one number for the global batch; None:
-            it is not known yet, or not needed.
+        begins: for each document of each sequence the position where its answer begins, on the
+            host; one past the document if it has none.
+        reference: (B, D) fp32, the reference model's log-probability of each answer; None: not
+            computed in advance.
+        mismatched: (B, D) fp32, the same for each document's prompt with the answer of the previous
+            document (`llmfoundry.train.preference_loss`); None: as for `reference`.
+        baseline: (B,) fp32, baseline of the rewards in KTO, one number per global batch; None: not
+            computed yet, or not needed.
     """
 
     side: Tensor
@@ -206,28 +207,28 @@ class AnswerDocuments:
     baseline: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> AnswerDocuments:
-        """The same with each tensor changed."""
+        """Return the documents with a function applied to each tensor."""
         known = (self.reference, self.mismatched, self.baseline)
         return AnswerDocuments(
             change(self.side), self.begins, *(None if t is None else change(t) for t in known)
         )
 
     def rows(self, start: int, stop: int) -> AnswerDocuments:
-        """Those of rows start..stop, for microbatches."""
+        """Return the documents of sequences start..stop, for microbatches."""
         part = self.map(lambda tensor: tensor[start:stop])
         return replace(part, begins=self.begins[start:stop])
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens with what follows each.
+    """Sequences of tokens with the label of each token.
 
     Attributes:
         tokens: (B, T) int64.
-        labels: (B, T) int64, the token that follows tokens[b, t]; IGNORE where none is asked.
-        layout: documents and positions; None: every row is one document.
-        weights: (B, T) fp32, what each label counts, 0 where it is IGNORE; None: 1 for each.
-        answers: sides of the documents of preference rows; None: there are no such rows.
+        labels: (B, T) int64, the token that follows tokens[b, t]; IGNORE: not in the loss.
+        layout: documents and positions; None: every sequence is one document.
+        weights: (B, T) fp32, loss weight of each label, 0 for IGNORE; None: all are 1.
+        answers: sides of the documents in preference tuning; None: other training.
     """
 
     tokens: Tensor
@@ -237,7 +238,7 @@ class Batch:
     answers: AnswerDocuments | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
+        """Return the batch on `device`."""
         if device.type == "cpu":
             return self
         layout = self.layout.to(device, non_blocking=True) if self.layout else None
@@ -251,7 +252,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """A copy on the host from where transfers to a GPU need not wait."""
+        """Return a copy in pinned memory, from which copies to a GPU are asynchronous."""
         layout = self.layout
         if layout is not None:
             layout = replace(
@@ -265,7 +266,7 @@ class Batch:
         return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), layout, weights, answers)
 
     def split(self, rows: int) -> Iterator[Batch]:
-        """Microbatches of at most `rows` rows, in order."""
+        """Yield microbatches of at most `rows` sequences, in order."""
         for start in range(0, len(self.tokens), rows):
             stop = min(start + rows, len(self.tokens))
             layout = self.layout.rows(start, stop) if self.layout else None
@@ -274,7 +275,7 @@ class Batch:
             yield Batch(self.tokens[start:stop], self.labels[start:stop], layout, weights, answers)
 
     def padded(self, count: int) -> Batch:
-        """With so many tokens behind each row that nothing learns from and none is asked of."""
+        """Return the batch with `count` padding tokens after each sequence, not in the loss."""
         assert self.answers is None, "rows of answers are not padded"
         layout = self.layout or whole_rows(self.tokens)
         return Batch(
@@ -285,7 +286,7 @@ class Batch:
         )
 
     def part(self, ranges: Ranges) -> Batch:
-        """The same rows, of whose tokens only those at `ranges` are at hand."""
+        """Return the same sequences, of which only tokens in `ranges` are local."""
         assert self.answers is None, "rows of answers are not shared"
         layout = self.layout or whole_rows(self.tokens)
         return Batch(
@@ -297,7 +298,7 @@ class Batch:
 
 
 def whole_rows(tokens: Tensor) -> PackedLayout:
-    """What a batch without a layout means: each row of tokens (B, T) is one document."""
+    """Return the layout of a batch without one: each sequence of tokens (B, T) is one document."""
     rows, width = tokens.shape
     positions = torch.arange(width, device=tokens.device).expand(rows, -1)
     documents = torch.zeros_like(tokens, dtype=torch.int32)

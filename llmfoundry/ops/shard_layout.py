@@ -1,12 +1,12 @@
-"""How a tensor is sharded: which part this process has, and which processes have the rest.
+"""Description of a sharded tensor: the part of this rank, and the ranks that have the other parts.
 
-This is the one description. Initialization and weights that stream by fill what `local_blocks`
-lists, checkpoints save and load the same blocks, gradient norms and Muon add up and gather over the
-groups of `ShardLayout`. The idea: axes of the mesh divide a tensor sequentially,
-each as torch.chunk does: expert parallelism rows, tensor parallelism rows or columns, and FSDP rows
-of what these left. Of each dimension a process then has a few ranges; mostly one, and of a fused
-Wqkv under tensor parallelism three: its heads' queries, keys and values, one after another, so that
-one product makes all of them.
+Entry points: `local_blocks` and `ShardLayout`. Initialization and streamed loading fill the blocks
+of `local_blocks`; checkpoints save and load the same blocks; gradient norms and Muon reduce and
+gather over the groups of `ShardLayout`. The idea: mesh axes shard a tensor one after the other,
+each like torch.chunk: expert parallelism by rows, tensor parallelism by rows or columns, and FSDP
+the remaining rows. In each dimension a rank then has a few ranges, mostly one. A fused Wqkv under
+tensor parallelism has three: the queries, keys and values of the rank's heads, adjacent in memory
+so that one matmul computes all of them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch.distributed.tensor import DTensor
 
 from llmfoundry.telemetry import span
 
-TENSOR = "tensor_parallel"  # the mesh's axis
-Range = tuple[int, int]  # from and to
+TENSOR = "tensor_parallel"  # name of the mesh axis
+Range = tuple[int, int]  # first, and one past the last
 Stacked = Mapping[str, Sequence[int]]
-"""Heights of what dimension 0 of a parameter stacks, by its name: tensor ranks share each."""
+"""Heights of the matrices that a parameter stacks in dimension 0, by name; each is sharded."""
 
 
 @dataclass(frozen=True)
 class ShardAxis:
-    """An axis of the mesh that divides a tensor, as torch.chunk does: the last parts may be short.
+    """A mesh axis that shards a tensor like torch.chunk: the last parts may be shorter.
 
     Attributes:
-        dim: of the tensor.
-        n: how many parts it makes.
-        rank: the one that this process has.
-        group: the processes that have these parts.
-        is_tensor: whether it is tensor parallelism's.
-        number: of the axis in the tensor's mesh.
+        dim: dimension of the tensor.
+        n: number of parts.
+        rank: part of this rank.
+        group: ranks that have these parts.
+        is_tensor: whether it is the axis of tensor parallelism.
+        number: index of the axis in the tensor's mesh.
     """
 
     dim: int
@@ -49,54 +49,54 @@ class ShardAxis:
     number: int = field(compare=False)
 
     def bounds(self, length: int, rank: int) -> Range:
-        """Where part `rank` of so many rows or columns begins and ends."""
+        """Return begin and end of part `rank` of `length` rows or columns."""
         step = -(-length // self.n)
         return min(rank * step, length), min((rank + 1) * step, length)
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """All axes that divide a tensor, in order; none: each process has all of it."""
+    """All mesh axes that shard a tensor, in order; empty: every rank has the full tensor."""
 
     axes: tuple[ShardAxis, ...] = ()
 
     @staticmethod
     def of(tensor: Tensor) -> ShardLayout:
-        """The layout of a tensor: full, or a DTensor sharded along any dimensions."""
+        """Return the layout of a tensor: full, or a DTensor sharded along any dimensions."""
         if not isinstance(tensor, DTensor):
             return ShardLayout()
         mesh, found = tensor.device_mesh, list[tuple[bool, int, ShardAxis]]()
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
         for axis, placement in enumerate(tensor.placements):
-            dim = getattr(placement, "dim", None)  # of Shard and _StridedShard
+            dim = getattr(placement, "dim", None)  # Shard and _StridedShard have it
             if dim is not None:
                 here = mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
-                # FSDP divides last what others have divided: its placement then is a strided one
+                # FSDP shards last what other axes have sharded; its placement then is strided
                 is_last = hasattr(placement, "split_factor")
                 found.append((is_last, axis, ShardAxis(dim, *here, names[axis] == TENSOR, axis)))
         return ShardLayout(tuple(axis for *_, axis in sorted(found, key=lambda each: each[:2])))
 
     @property
     def fsdp(self) -> ShardAxis | None:
-        """FSDP's, of rows; None: the tensor is not sharded."""
+        """The axis of FSDP, by rows; None: FSDP does not shard the tensor."""
         *_, last = [None, *(axis for axis in self.axes if not axis.is_tensor)]
         assert last is None or last.dim == 0, "FSDP shards rows"
         return last
 
     @property
     def experts(self) -> ShardAxis | None:
-        """Expert parallelism's, into equal parts by rows, which FSDP then divides."""
+        """The axis of expert parallelism, in equal parts by rows, which FSDP then shards."""
         others = [axis for axis in self.axes if not axis.is_tensor and axis != self.fsdp]
         assert len(others) < 2 and all(axis.dim == 0 for axis in others), "experts are rows"
         return others[0] if others else None
 
     @property
     def tensor(self) -> ShardAxis | None:
-        """Tensor parallelism's, of every matrix that the tensor stacks, by rows or columns."""
+        """The axis of tensor parallelism, by rows or columns of every stacked matrix."""
         return next((axis for axis in self.axes if axis.is_tensor), None)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes that have a part of the tensor, in place."""
+        """Sum a value over all ranks that have a part of the tensor, in place."""
         for axis in (self.fsdp, self.experts, self.tensor):
             if axis is not None:
                 with span("messages"):
@@ -106,11 +106,11 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class LocalBlock:
-    """A block of a tensor that this process has.
+    """A block of a tensor that this rank has.
 
     Attributes:
-        local: its place in what this process has, from and to in each dimension.
-        full: its place in the full tensor.
+        local: ranges of the block in the local shard, one per dimension.
+        full: ranges of the block in the full tensor.
     """
 
     local: tuple[Range, ...]
@@ -118,7 +118,7 @@ class LocalBlock:
 
 
 def local_blocks(tensor: Tensor, stacked: Sequence[int] = ()) -> list[LocalBlock]:
-    """The blocks of a tensor that this process has; none where its shard is empty."""
+    """Return the blocks of a tensor that this rank has; none if its shard is empty."""
     each = []
     for dim in range(tensor.ndim):
         found, begin = [], 0
@@ -139,13 +139,13 @@ def local_ranges(
     stacked: Sequence[int] = (),
     coordinate: Sequence[int] | None = None,
 ) -> list[Range]:
-    """The ranges of dimension `dim` that one process has, in its own order.
+    """Return the ranges of dimension `dim` that one rank has, in the order of its memory.
 
     Args:
-        tensor: full, or a DTensor.
-        dim: of the tensor.
-        stacked: heights of what dimension 0 stacks, each divided by itself over tensor ranks.
-        coordinate: of the process in the tensor's mesh; None: this one.
+        tensor: full tensor or DTensor.
+        dim: dimension of the tensor.
+        stacked: heights of the matrices stacked in dimension 0, each sharded over tensor ranks.
+        coordinate: coordinate of the rank in the tensor's mesh; None: this rank.
     """
     ranges = [(0, tensor.shape[dim])]
     for axis in ShardLayout.of(tensor).axes:
@@ -162,7 +162,7 @@ def local_ranges(
 
 
 def _part_of(ranges: list[Range], axis: ShardAxis, rank: int) -> list[Range]:
-    """Part `rank` of some ranges."""
+    """Return part `rank` of some ranges."""
     low, high = axis.bounds(sum(end - begin for begin, end in ranges), rank)
     found, passed = [], 0
     for begin, end in ranges:
@@ -174,23 +174,23 @@ def _part_of(ranges: list[Range], axis: ShardAxis, rank: int) -> list[Range]:
 
 
 def block_view(tensor: Tensor, block: Sequence[Range]) -> Tensor:
-    """A block of a tensor, as a view."""
+    """Return a block of a tensor as a view."""
     return tensor[tuple(slice(*each) for each in block)]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor that may be sharded, in the same memory."""
+    """Return the local shard of a tensor, in the same memory; a full tensor is its own shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full value of a tensor that may be sharded; every process that has a part calls it."""
+    """Return the full value of a tensor; if it is sharded, all ranks with a part must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def assign(parameter: Tensor, full: Tensor, stacked: Sequence[int] = ()) -> None:
-    """Write a full value, which every process has, into a parameter that may be sharded."""
+    """Write a full value, which every rank has, into a parameter that may be sharded."""
     assert parameter.shape == full.shape, (parameter.shape, full.shape)
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
@@ -201,7 +201,7 @@ def assign(parameter: Tensor, full: Tensor, stacked: Sequence[int] = ()) -> None
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of all tensors together, in fp32, in a message for each layout: ()."""
+    """Return the L2 norm of all tensors together, (), fp32, with one collective per layout."""
     norms = []
     for layout, places in _by_layout(tensors).items():
         norm = torch.linalg.vector_norm(torch.stack(_local_norms([tensors[i] for i in places])))
@@ -210,7 +210,7 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def l2_norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each tensor, in fp32, as `total_norm`: (len(tensors),)."""
+    """Return the L2 norm of each tensor, (len(tensors),), fp32."""
     found: list[Tensor] = [torch.empty(())] * len(tensors)
     for layout, places in _by_layout(tensors).items():
         norms = torch.stack(_local_norms([tensors[i] for i in places]))
@@ -221,7 +221,7 @@ def l2_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
-    """Places of the tensors of each layout."""
+    """Return the indices of the tensors of each layout."""
     found: dict[ShardLayout, list[int]] = {}
     for place, tensor in enumerate(tensors):
         found.setdefault(ShardLayout.of(tensor), []).append(place)
@@ -229,7 +229,7 @@ def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
 
 
 def _local_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The L2 norm of each local shard, in fp32 also where it is narrower."""
+    """Return the L2 norm of each local shard, in fp32 even if the shard is narrower."""
     split = [_chunks(local_shard(tensor)) for tensor in tensors]
     chunks = [chunk for tensor in split for chunk in tensor]
     found = iter(torch._foreach_norm(chunks, 2.0, torch.float32))
@@ -237,13 +237,13 @@ def _local_norms(tensors: list[Tensor]) -> list[Tensor]:
     return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
 
 
-# Whose squares a CPU sums at once. It adds one by one, in fp32: the norm of 50M values at once
-# would be 0.4 % wrong, that of a shard less; in parts of this size either is right to 3e-6.
+# Values whose squares a CPU sums at once. It adds sequentially in fp32: the norm of 50M values at
+# once would be 0.4 % wrong, that of a smaller shard less. In parts of this size the error is 3e-6.
 _NORM_VALUES = 1 << 16
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A CPU's tensor in parts, for exact sums; of bfloat16 PyTorch writes out fp32 copies, too."""
+    """Return a CPU tensor in parts, for exact sums and because bf16 parts are copied to fp32."""
     if tensor.device.type != "cpu":
         return (tensor,)
     return tensor.reshape(-1).split(_NORM_VALUES)

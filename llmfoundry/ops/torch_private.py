@@ -1,9 +1,8 @@
-"""The parts of PyTorch in use here that it does not promise to keep: this file alone names them.
+"""Private APIs of PyTorch that this project uses; no other file uses any.
 
-`torch._foreach_*`, which its documentation lists, are called where they are needed.
-
-Each function says which part it is and what happens where a version of PyTorch lacks it. What a
-pickle names (`checkpoint/load.py`) is data and not called.
+`torch._foreach_*`, which PyTorch documents, are used elsewhere too. Each function names the private
+API, and the effect if a version of PyTorch lacks it. Names inside a pickle (`checkpoint/load.py`)
+are data and not called.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from llmfoundry.telemetry import span
 
 
 def has_avx512_bf16() -> bool:
-    """`torch.cpu._is_avx512_bf16_supported`; without it no, and bf16 products are not used."""
+    """Call `torch.cpu._is_avx512_bf16_supported`; without it return False: no bf16 matmuls."""
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
 def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta) -> None:
-    """How long a collective of `group` may take, through hosts (gloo) and between devices (NCCL).
+    """Set the timeouts of collectives of a group, for gloo (host) and NCCL (device).
 
     `ProcessGroup._device_types`, `._get_backend` and `Backend._set_default_timeout`, which
-    `distributed_c10d._set_pg_timeout` calls for all devices alike; without them a group keeps
-    PyTorch's own limits.
+    `distributed_c10d._set_pg_timeout` calls with one value for all devices; without them a group
+    keeps PyTorch's defaults.
     """
     for kind in getattr(group, "_device_types", ()):
         backend = group._get_backend(kind)
@@ -44,11 +43,11 @@ def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta
 
 
 def newest_messages() -> bytes:
-    """This process's last collectives, as its flight recorder has them, pickled; b"": it has none.
+    """Return this process's last collectives from the flight recorder, pickled; b"": none.
 
-    `_dump_fr_trace` of torch.distributed, of gloo's and NCCL's, and `_dump_nccl_trace` of
-    versions before. PyTorch records them by itself (TORCH_FR_BUFFER_SIZE) and has a program that
-    compares those of all processes, torch.distributed.flight_recorder.fr_trace.
+    `_dump_fr_trace` of torch.distributed, for gloo and NCCL, and `_dump_nccl_trace` of earlier
+    versions. PyTorch records collectives automatically (TORCH_FR_BUFFER_SIZE), and its program
+    torch.distributed.flight_recorder.fr_trace compares the records of all ranks.
     """
     module = importlib.import_module("torch._C._distributed_c10d")
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
@@ -58,9 +57,9 @@ def newest_messages() -> bytes:
 
 
 def default_store() -> dist.Store:
-    """The store at which all processes met: `distributed_c10d._get_default_store`.
+    """Return the store of the rendezvous: `distributed_c10d._get_default_store`.
 
-    PyTorch has it from 1.x on and names no other way; without it a run of several processes fails.
+    PyTorch has had it since 1.x and has no public alternative. Without it multi-process runs fail.
     """
     from torch.distributed import distributed_c10d
 
@@ -68,9 +67,9 @@ def default_store() -> dist.Store:
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where a tensor of a checkpoint is: `torch.distributed.checkpoint.filesystem._StorageInfo`.
+    """Return the location of a checkpoint's tensor: `filesystem._StorageInfo` of DCP.
 
-    A checkpoint's table is made of these; without it none can be loaded.
+    The table of a checkpoint consists of these; without it no checkpoint can be loaded.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -80,33 +79,33 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 def small_group(
     store: dist.Store, rank: int, size: int, *, device: torch.device, limit: timedelta
 ) -> Any:
-    """A few processes that reduce together, known to no other and to no registry of PyTorch's.
+    """Create a process group of a few ranks that no registry of PyTorch knows.
 
-    `dist.ProcessGroupNCCL` and `dist.ProcessGroupGloo`, as torchft makes them: `new_group` is for
-    all processes in one order, and one that hangs would stop the others. Without them a check of
-    links fails.
+    `dist.ProcessGroupNCCL` and `dist.ProcessGroupGloo`, as torchft uses them. All ranks must call
+    `new_group` in the same order, and a hung rank would block the others. Without these classes a
+    check of links fails.
 
     Args:
-        store: where these processes meet, and no others.
-        rank: among them.
-        size: how many they are.
-        device: of what is reduced.
-        limit: how long gloo's collectives wait; NCCL's wait ten times longer, as its watchdog
-            then ends the whole process: `leave_group` is to come before.
+        store: store in which only these ranks meet.
+        rank: rank in the group.
+        size: number of ranks.
+        device: device of the tensors.
+        limit: timeout of gloo's collectives. That of NCCL is ten times longer, because its watchdog
+            would then kill the process: call `leave_group` before.
     """
     if device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return dist.ProcessGroupGloo(store, rank, size, limit)
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # of the current thread
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 10 * limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def leave_group(group: Any, *, failed: bool) -> None:
-    """Give back what a `small_group` holds.
+    """Free the resources of a `small_group`.
 
-    `abort` and `shutdown` of NCCL's, `abort` where a process is gone and would be waited for;
-    without them its communicator stays until the process ends. gloo's is closed by itself.
+    `shutdown` of NCCL, or `abort` if a rank is missing and would be waited for; without them the
+    communicator stays until the process ends. gloo frees its resources itself.
     """
     end = getattr(group, "abort" if failed else "shutdown", None)
     if end is not None and isinstance(group, getattr(dist, "ProcessGroupNCCL", ())):
@@ -114,9 +113,10 @@ def leave_group(group: Any, *, failed: bool) -> None:
 
 
 def start_all_gather(every: Tensor, own: Tensor) -> dist.Work | None:
-    """Begin to put the `own` of all processes into the rows of `every`.
+    """Start an all-gather of `own` of all ranks into the rows of `every`.
 
-    `dist.all_gather_into_tensor`, which PyTorch 2.13 calls `all_gather_single`, and warns of.
+    `dist.all_gather_into_tensor`, which PyTorch 2.13 renames to `all_gather_single`, with a
+    warning.
     """
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = call(every, own, async_op=True)
@@ -124,20 +124,20 @@ def start_all_gather(every: Tensor, own: Tensor) -> dist.Work | None:
 
 
 def flattened(mesh: DeviceMesh, names: list[str], backend: str | None) -> DeviceMesh:
-    """Some adjacent dimensions of a mesh as one, a view of the same mesh.
+    """Return adjacent dimensions of a mesh as one dimension, a view of the same mesh.
 
-    `DeviceMesh._flatten`, as torchtitan calls it; without it only data_parallel_* degrees work.
+    `DeviceMesh._flatten`, as torchtitan uses it; without it only data_parallel_* degrees work.
     """
     part = mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
     if part.size() == dist.get_world_size():
-        backend = None  # the default group serves
+        backend = None  # use the default group
     return part._flatten("_".join(names), backend_override=backend)
 
 
 def unflattened(mesh: DeviceMesh, sizes: dict[str, int], backend: str | None) -> DeviceMesh:
-    """A mesh of one dimension as several, a view of the same mesh.
+    """Return a mesh of one dimension as several dimensions, a view of the same mesh.
 
-    `DeviceMesh._unflatten`; without it no expert_parallel_degree works.
+    `DeviceMesh._unflatten`; without it expert_parallel_degree does not work.
     """
     small = [name for name, size in sizes.items() if 1 < size < mesh.size()]
     override: Any = {name: backend for name in small} if backend and small else None
@@ -145,22 +145,22 @@ def unflattened(mesh: DeviceMesh, sizes: dict[str, int], backend: str | None) ->
 
 
 def concatenated(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Two views of one mesh, of one dimension each, as one of two.
+    """Return two views of one mesh, of one dimension each, as a mesh of two dimensions.
 
-    `DeviceMesh._concatenate`, which FSDP calls for weights that are cut twice; without it none can
-    be.
+    `DeviceMesh._concatenate`, which FSDP calls for weights that are sharded twice; without it
+    weights cannot be.
     """
     return DeviceMesh._concatenate([first, second])
 
 
 def all_to_all(x: Tensor, group: str) -> Tensor:
-    """x[i] (of as many as there are processes) goes to process i of the group with this name.
+    """Send x[i] (one per rank) to rank i of the group with this name.
+
+    `torch.ops._c10d_functional`, as in `all_gather` and `reduce_scatter`: the compiler and
+    selective checkpointing recognize these operators. Without it context parallelism does not work.
 
     Returns:
-        What they sent here, in their order, in the shape of x.
-
-    `torch.ops._c10d_functional`, as in `all_gather` and `reduce_scatter`: what the compiler and
-    selective checkpointing know collectives by. Without it context parallelism does not work.
+        The received parts in rank order, in the shape of x.
     """
     ops, sizes = torch.ops._c10d_functional, [1] * len(x)
     with _messages():
@@ -168,14 +168,14 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 
 
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
-    """The x of all `size` processes of a group along the first dimension, in their order."""
+    """Return the x of all `size` ranks of a group, concatenated along the first dimension."""
     ops = torch.ops._c10d_functional
     with _messages():
         return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
 
 
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
-    """This process's part, of `size`, of the first dimension of the sum of all x of a group."""
+    """Return this rank's part, one of `size`, of the first dimension of the sum over a group."""
     ops = torch.ops._c10d_functional
     with _messages():
         return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
@@ -184,46 +184,46 @@ def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
 def start_all_to_all(
     rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Begin to send `sent[p]` rows to each process p of a group, in order; what `wait` is given.
+    """Start to send `sent[p]` rows to each rank p of a group, in order; pass the result to `wait`.
 
-    `torch.ops._c10d_functional.all_to_all_single`: none of the public functions both returns a
-    tensor that recomputation can keep and waits later. Without it no expert_parallel_degree works.
+    `torch.ops._c10d_functional.all_to_all_single`: no public function both returns a tensor that
+    recomputation can save and waits later. Without it expert_parallel_degree does not work.
 
     Returns:
-        Not to be read yet: the rows that come, `received[p]` from each process.
+        The rows to receive, `received[p]` from each rank; not to be read before `wait`.
     """
     name = group.group_name
     return torch.ops._c10d_functional.all_to_all_single(rows, received, sent, name)
 
 
 def start_all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Begin to add up `values` over a group; what `wait` is given.
+    """Start an all-reduce of `values` over a group; pass the result to `wait`.
 
-    `torch.ops._c10d_functional.all_reduce`, for the same reason; without it routers' statistics are
-    those of one process alone, and what shares a row's tokens does not work.
+    `torch.ops._c10d_functional.all_reduce`, for the same reason. Without it the router's statistics
+    are those of one rank, and parallelism that shares the tokens of a sequence does not work.
     """
     return torch.ops._c10d_functional.all_reduce(values, "sum", group.group_name)
 
 
 def wait(values: Tensor) -> Tensor:
-    """What a collective above gave, once it is there: `torch.ops._c10d_functional.wait_tensor`."""
+    """Wait for a collective above and return its result: `_c10d_functional.wait_tensor`."""
     with _messages():
         return torch.ops._c10d_functional.wait_tensor(values)
 
 
 def _messages() -> AbstractContextManager[None]:
-    """The span of those who wait for others; graphs of the compiler have none."""
+    """Context of the span for communication waits; compiled graphs have none."""
     return nullcontext() if torch.compiler.is_compiling() else span("messages")
 
 
 def watch_fsdp(around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Have FSDP2 enter a context wherever it waits for shards and gradients, or packs them.
+    """Make FSDP2 enter a context when it waits for shards or gradients, or copies them.
 
     `FSDPParamGroup.unshard`, `.wait_for_unshard`, `.post_backward` and `.finalize_backward`, for
-    all models of the process; one that PyTorch lacks counts as the pass that it is in.
+    all models of the process. A method that PyTorch lacks counts as part of its pass.
 
     Returns:
-        What undoes it.
+        Function that undoes the change.
     """
     module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     group = getattr(importlib.import_module(module), "FSDPParamGroup", None)
@@ -248,10 +248,10 @@ def watch_fsdp(around: Callable[[], AbstractContextManager[None]]) -> Callable[[
 
 
 def storage_reference(tensor: Tensor) -> Any:
-    """The memory that a tensor lies in: equal for all tensors in it, and `expired()` once freed.
+    """Return a key of a tensor's storage: equal for all its tensors, and `expired()` once freed.
 
-    `torch.multiprocessing.reductions.StorageWeakRef`, which keeps its address from being given
-    away; without it activations cannot be compressed.
+    `torch.multiprocessing.reductions.StorageWeakRef`, which also prevents reuse of the address.
+    Without it activations cannot be compressed.
     """
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -259,9 +259,9 @@ def storage_reference(tensor: Tensor) -> Any:
 
 
 def set_activation_memory_budget(budget: float | None) -> None:
-    """Share of the activations of a compiled graph that it keeps; None: what is fastest.
+    """Set the fraction of activations that a compiled graph saves; None: the fastest choice.
 
-    `torch._functorch.config.activation_memory_budget`, without which a budget has no effect.
+    `torch._functorch.config.activation_memory_budget`; without it a budget has no effect.
     """
     config: Any = importlib.import_module("torch._functorch.config")
     config.activation_memory_budget = 1.0 if budget is None else budget
@@ -276,22 +276,24 @@ def selective_contexts(
     compress: Callable[[Tensor], Any] = _as_it_is,
     restore: Callable[[Any], Any] = _as_it_is,
 ) -> tuple[Any, Any]:
-    """As `create_selective_checkpoint_contexts`, where operators that are not kept may differ.
+    """Return contexts like `create_selective_checkpoint_contexts` that tolerate other operators.
 
-    FSDP's hooks around a module inside of what is computed again run other operators the second
-    time, which PyTorch's own contexts refuse. `torch.utils._python_dispatch.TorchDispatchMode`, of
-    which they are made; without it selective checkpointing does not work beside expert parallelism.
+    The hooks of an FSDP unit inside a recomputed module run different operators during
+    recomputation, which PyTorch's contexts reject. The contexts are subclasses of
+    `torch.utils._python_dispatch.TorchDispatchMode`; without it selective checkpointing does not
+    work with expert parallelism.
 
     Args:
-        is_kept: of an operator and its arguments, alike both times.
-        compress: what is kept of a result.
-        restore: the result from that.
+        is_kept: whether the result of an operator with these arguments is saved; must be the same
+            in both passes.
+        compress: function from a result to what is saved.
+        restore: function from what is saved to the result.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
 
     kept: dict[Any, list[Any]] = {}
-    sent: dict[Any, tuple[list[Any], int]] = {}  # results that nobody may read yet, by their memory
+    sent: dict[Any, tuple[list[Any], int]] = {}  # results of pending collectives, by storage
 
     class Keep(TorchDispatchMode):
         def __torch_dispatch__(
@@ -324,10 +326,10 @@ def selective_contexts(
 
 
 def disable_ddp_graph_splits() -> None:
-    """Compiled graphs are not cut where DDP's buckets end.
+    """Do not split compiled graphs at the ends of DDP's buckets.
 
-    `torch._dynamo.config.optimize_ddp`; without it they may be cut, which is slower. Imported here:
-    the compiler takes a second, and most runs do not compile.
+    `torch._dynamo.config.optimize_ddp`; without it graphs may be split, which is slower. Imported
+    here, because importing the compiler takes a second and most runs do not compile.
     """
     config = importlib.import_module("torch._dynamo").config
     if hasattr(config, "optimize_ddp"):
@@ -335,21 +337,21 @@ def disable_ddp_graph_splits() -> None:
 
 
 class Replicas(DistributedDataParallel):
-    """DDP whose buckets stay as they are from the first step on.
+    """DDP whose buckets do not change after the first step.
 
-    DDP sends the first step's gradients in one bucket, and then makes others in the order in which
-    gradients were there. An all-reduce among more than two processes adds an element up in an order
-    that depends on where in its bucket it is: a resumed run's first step would differ in the last
-    bit from the same step of one that went on. Here buckets are in the reverse order of parameters,
-    which is nearly that of their gradients, before the first step.
+    DDP reduces the gradients of the first step in one bucket, and then creates buckets in the order
+    in which gradients became ready. An all-reduce over more than two ranks adds an element in an
+    order that depends on its position in the bucket. The first step of a resumed run would
+    therefore differ in the last bit from the same step of an uninterrupted run. Here buckets are in
+    the reverse order of parameters from the beginning, which is nearly the order of gradients.
 
-    `Reducer._push_all_rebuilt_params` and `._rebuild_buckets`, without which buckets change once
-    as ever; `DistributedDataParallel._build_params_for_reducer`, without which they are filled in
-    the order of parameters, and sent late.
+    `Reducer._push_all_rebuilt_params` and `._rebuild_buckets`; without them buckets change once, as
+    in DDP. `DistributedDataParallel._build_params_for_reducer`; without it buckets are in the order
+    of parameters and reduced late.
     """
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        """Take what DDP takes; every process of its group calls it."""
+        """Take DDP's arguments; all ranks of the group must call this."""
         super().__init__(module, **settings)
         self._fix_buckets()
         self._sent_before = 0
@@ -362,23 +364,23 @@ class Replicas(DistributedDataParallel):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a pass that failed on one process can be made good; see `send_the_rest`."""
+        """Whether the group can recover from a pass that failed on one rank."""
         needed = ("_reset_state", "_get_zeros_like_grad_buckets", "_run_comm_hook")
         return all(hasattr(self.reducer, name) for name in needed)
 
     def begin_passes(self) -> None:
-        """From here on `send_the_rest` counts what was sent."""
+        """Start to count the reductions for `send_the_rest`."""
         self._sent_before = self._sent()
 
     def send_the_rest(self) -> None:
-        """After a pass that failed here alone: take part in the reductions that others wait for.
+        """After a pass that failed only on this rank, join the reductions that others wait for.
 
-        With zeros, in the order of the buckets, from the first that this process had not sent;
-        what all have then is no gradient, and `reset` comes next, on every process.
+        Contributes zeros, in the order of buckets, from the first bucket that this rank had not
+        reduced. The results are not gradients; all ranks must call `reset` next.
 
-        `Reducer._get_zeros_like_grad_buckets` and `._run_comm_hook`, as DDP's own `join` calls
-        them; which buckets were sent is the group's count of its collectives
-        (`ProcessGroup._get_sequence_number_for_group`), as between two passes it has no others.
+        `Reducer._get_zeros_like_grad_buckets` and `._run_comm_hook`, as in DDP's `join`. The number
+        of reduced buckets is the group's count of collectives
+        (`ProcessGroup._get_sequence_number_for_group`), as it has no others between two passes.
         """
         own = cast(Any, self.reducer)
         buckets = own._get_zeros_like_grad_buckets()
@@ -388,7 +390,7 @@ class Replicas(DistributedDataParallel):
             own._run_comm_hook(bucket).wait()
 
     def reset(self) -> None:
-        """Forget a pass that failed; every process calls it.
+        """Discard a failed pass; all ranks must call this.
 
         `Reducer._reset_state`, which torchft calls for the same purpose.
         """
@@ -404,9 +406,9 @@ class Replicas(DistributedDataParallel):
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises where it cannot build a kernel.
+    """Return the exceptions that torch.compile raises if it cannot build a kernel.
 
-    `torch._dynamo.exc.TorchDynamoException`; without it RuntimeError, of which it is one.
+    `torch._dynamo.exc.TorchDynamoException`; without it its base class, RuntimeError.
     """
     try:
         return (importlib.import_module("torch._dynamo.exc").TorchDynamoException,)
@@ -415,10 +417,11 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def activate_fa3() -> bool:
-    """PyTorch's varlen attention runs FlashAttention 3, which must be installed; whether it does.
+    """Make PyTorch's varlen attention run FlashAttention 3 if it is installed; return if it does.
 
     `torch.nn.attention.activate_flash_attention_impl` is public. Its first versions had no backward
-    pass, which `torch.nn.attention._fa3._FA3_CUDA_BWD` shows; without that nothing is activated.
+    pass, which the presence of `torch.nn.attention._fa3._FA3_CUDA_BWD` shows; without that nothing
+    is activated.
     """
     attention = importlib.import_module("torch.nn.attention")
     activate = getattr(attention, "activate_flash_attention_impl", None)
@@ -433,11 +436,11 @@ def activate_fa3() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether a checkpointed part's forward pass is computed again in a backward pass.
+    """Return whether a checkpointed forward pass is being recomputed in a backward pass.
 
-    `torch._C._autograd._top_saved_tensors_default_hooks`: such a pass runs under hooks of
-    `torch.utils.checkpoint`, a backward pass under none; without it by whether gradients are on,
-    which hand-written functions turn off.
+    `torch._C._autograd._top_saved_tensors_default_hooks`: recomputation runs under hooks of
+    `torch.utils.checkpoint`, a backward pass does not. Without it the fallback is whether gradients
+    are enabled, which handwritten functions disable.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return torch.is_grad_enabled() if top is None else top(True) is not None
@@ -445,13 +448,13 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def imagined_meshes(sizes: dict[str, int]) -> Iterator[dict[str, DeviceMesh]]:
-    """By name meshes of one dimension whose other processes do not exist; this one is the first.
+    """Yield one-dimensional meshes by name, whose other ranks do not exist; this rank is the first.
 
-    For fake tensors: nothing is sent, whatever group the process really has. `FakeProcessGroup`,
-    `ProcessGroup._register_backend` and `._set_group_name`, `DeviceMesh(_init_backend, _rank)` and
-    `._dim_group_names`, `distributed_c10d._world` and its register of names; without them no run
-    with tensor, context or expert parallelism is counted. Ranks are beyond all real ones, so that
-    what DTensor remembers of a mesh is never taken for a real one's.
+    For fake tensors: nothing is communicated. `FakeProcessGroup`, `ProcessGroup._register_backend`
+    and `._set_group_name`, `DeviceMesh(_init_backend, _rank)` and `._dim_group_names`,
+    `distributed_c10d._world` and its name registry; without them runs with tensor, context or
+    expert parallelism are not counted. Rank numbers are above all real ones, so that DTensor's
+    cache does not confuse these meshes with real ones.
     """
     from torch._C._distributed_c10d import FakeProcessGroup, _unregister_process_group
     from torch.distributed import distributed_c10d as c10d
@@ -487,10 +490,10 @@ def imagined_meshes(sizes: dict[str, int]) -> Iterator[dict[str, DeviceMesh]]:
 
 @contextmanager
 def unwatched_shapes() -> Iterator[None]:
-    """DTensor tries operations on shapes of full tensors, which no dispatch mode is to see here.
+    """Hide DTensor's shape propagation, which runs operations on full shapes, from dispatch modes.
 
     `ShardingPropagator._propagate_tensor_meta_non_cached` and `_disable_current_modes`; without
-    them such tensors are counted as if they were there.
+    them such tensors are counted as if they were allocated.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.utils._python_dispatch import _disable_current_modes
@@ -512,10 +515,10 @@ def unwatched_shapes() -> Iterator[None]:
 
 
 def record_memory(entries: int | None) -> None:
-    """Have the allocator of GPUs keep its newest allocations and frees, with the Python of each.
+    """Make the CUDA allocator record its newest events, with Python stacks; None: stop.
 
-    `torch.cuda.memory._record_memory_history`, which PyTorch's guide to memory names; without it a
-    snapshot has what is in use, and no history. None ends it.
+    `torch.cuda.memory._record_memory_history`, which PyTorch's guide to memory documents; without
+    it a snapshot has current allocations and no history.
     """
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     if record is None:
@@ -527,15 +530,15 @@ def record_memory(entries: int | None) -> None:
 
 
 def memory_history() -> dict[str, Any]:
-    """What the allocator of GPUs holds, and its history: `torch.cuda.memory._snapshot`."""
+    """Return a snapshot of the CUDA allocator and its history: `torch.cuda.memory._snapshot`."""
     return cast(dict[str, Any], torch.cuda.memory._snapshot())
 
 
 def memory_of_profile(profiler: Any) -> dict[str, Any]:
-    """The same, of the steps that a profiler has seen, of a CPU's memory too.
+    """Return such a snapshot of the steps that a profiler recorded, including CPU memory.
 
     `torch.cuda._memory_viz._profile_to_snapshot`, which PyTorch's viewer calls for profiles;
-    without it there is none, and the snapshot is empty.
+    without it the snapshot is empty.
     """
     viewer = importlib.import_module("torch.cuda._memory_viz")
     convert = getattr(viewer, "_profile_to_snapshot", None)
@@ -545,11 +548,11 @@ def memory_of_profile(profiler: Any) -> dict[str, Any]:
 
 
 def on_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
-    """Have the allocator of GPUs call something before it raises; there is no way to undo it.
+    """Make the CUDA allocator call a function before it raises out of memory; cannot be undone.
 
-    `torch._C._cuda_attach_out_of_memory_observer`, which PyTorch's guide to memory names; without
-    it nothing is called. The call gets device, bytes asked for, the device's limit and what is
-    free.
+    `torch._C._cuda_attach_out_of_memory_observer`, which PyTorch's guide to memory documents;
+    without it nothing is called. The arguments are device, requested bytes, the device's limit and
+    free bytes.
     """
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:

@@ -1,1 +1,1 @@
-"""Attention over packed rows: the backends, and what picks one."""
+"""Attention over packed sequences: backends and their selection."""

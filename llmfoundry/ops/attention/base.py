@@ -1,12 +1,13 @@
-"""What attention backends share, and the two that run on every device: `sdpa` and `torch`.
+"""Interface of attention backends, and the two that run on every device: `sdpa` and `torch`.
 
-A layer asks by an `AttentionSpec`, a forward pass makes an `AttentionPlan` (`select.py`). A backend
-has three functions: `refusal` (where it does not run, and why; these two run everywhere), `prepare`
-(a plan, once a forward pass) and `attend` (once a layer). `flex` and `flash` run on CUDA alone.
+A layer specifies its attention by an `AttentionSpec`; each forward pass has an `AttentionPlan`
+(`select.py`). A backend has three functions: `refusal` (why it does not support a case; these two
+support every device), `prepare` (creates a plan, once per forward pass) and `attend` (once per
+layer). `flex` and `flash` run only on CUDA.
 
-`sdpa` is PyTorch's scaled_dot_product_attention. On a CPU packed documents are attended to one by
-one and trees by pieces: both leave out keys that nobody sees, which a mask does not. Elsewhere one
-call serves, causal or with a mask. `torch` is plain matmul and softmax: the reference.
+`sdpa` is PyTorch's scaled_dot_product_attention. On a CPU it is called per document, and for trees
+per piece, which skips masked keys; a mask does not skip them. On other devices one call, causal or
+with a mask, is made. `torch` is plain matmul and softmax: the reference.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Serve = Callable[[Tensor, Tensor, Tensor, "AttentionPlan", float], Tensor]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer asks of attention.
+    """Attention of a layer.
 
     Attributes:
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale and before any bias.
-        slopes: (H,) ALiBi's slopes; None: no ALiBi.
-        window: a query sees itself and so many keys before it; -1: all.
-        dropout: share of the attention weights that are dropped while training.
+        slopes: (H,), ALiBi's slopes; None: no ALiBi.
+        window: a query attends to itself and this number of keys before it; -1: all.
+        dropout: fraction of attention weights that are dropped in training.
     """
 
     scale: float
@@ -52,7 +53,7 @@ class AttentionSpec:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What is asked, in the words of `attention_limits`."""
+        """Return the options in use, in the terms of `attention_limits`."""
         asked = {
             ALIBI: self.slopes is not None,
             SOFTCAP: self.softcap is not None,
@@ -63,13 +64,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class TreePiece:
-    """Some adjacent queries of rows that hold trees, and the keys that any of them sees.
+    """Adjacent queries of sequences that hold trees, and the keys that any of them attends to.
 
     Attributes:
-        queries: so many, from where the piece before ends.
-        keys: flat places b * T + t, ascending; a slice where they are adjacent too.
-        bias: (1, 1, queries, keys) in fp32: 0 where a query sees a key, with ALiBi how far it lies
-            back, as a number below 0; minus infinity where it does not.
+        queries: number of queries; they follow those of the previous piece.
+        keys: flat indices b * T + t, ascending; a slice if they are adjacent.
+        bias: (1, 1, queries, keys), fp32: 0, or with ALiBi the negative distance, if the query
+            attends to the key; otherwise minus infinity.
     """
 
     queries: int
@@ -79,13 +80,13 @@ class TreePiece:
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Adjacent queries of the rows, and the keys that any of them sees.
+    """Adjacent queries of all sequences, and the keys that any of them attends to.
 
     Attributes:
-        queries: so many, from where the range before ends.
-        start: place in the row of the first key.
-        stop: one past the last key, which is that of the last query.
-        plan: how they attend.
+        queries: number of queries; they follow those of the previous range.
+        start: position of the first key.
+        stop: one past the position of the last key, which is that of the last query.
+        plan: attention of these queries.
     """
 
     queries: int
@@ -96,34 +97,34 @@ class RangePlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What the layers of one forward pass that have the same spec share.
+    """Attention of all layers with the same spec in one forward pass.
 
     Attributes:
-        impl: the backend that serves; what follows `shared_heads` is for one or two of them.
-        spec: what the layers ask; a window that bounds nothing is gone.
-        shared_heads: whether the backend reads a key-value head that several query heads share;
-            else such heads are repeated for it.
-        bias: torch and sdpa: broadcastable to (B, H, T, S): added to the logits, or a boolean
-            mask, True where a query sees a key; a document's or a run's is its top-left corner.
-            None: causal attention, nothing added.
-        packed: sdpa on a CPU: documents are attended to by runs, trees by pieces. A flag of its
-            own: torch.compile guards a flag, but the runs' number and lengths too if it is asked
-            whether there are any, and nothing if it is asked so of `by_run`.
-        runs: with `packed`: (count, length) of adjacent documents of one length, in order.
-        pieces: with `packed`: of rows that hold trees, in order.
-        by_run: with `packed`: what attends to runs or pieces.
-        block_mask: flex: which blocks of keys a block of queries sees.
-        score_mod: flex: what is done to a logit; None: nothing.
-        borders: varlen, flash and flash3, packed rows: (N + 1,) int32, where the queries of the N
-            documents of all rows, one after the other, begin and end.
-        longest: with them: the most queries that a document has.
-        key_borders: the same of the keys: of a document that begins before the first query there
-            are more, its last query then being that of its last key; else the same tensor.
-        longest_keys: the most keys that a document has.
-        segments: sdpa on a CPU, queries that are the last of packed rows: (queries, keys) of each
-            document of all rows; `bias` is then read from its bottom-right corner.
-        parts: where queries are some of the row's alone: a plan for each range, and
-            nothing of the above.
+        impl: the backend. The fields after `shared_heads` belong to one or two backends.
+        spec: options of the layers, without a window that covers all keys.
+        shared_heads: whether the backend supports key-value heads that several query heads share;
+            otherwise such heads are repeated.
+        bias: torch and sdpa: broadcastable to (B, H, T, S): added to the logits, or a boolean mask,
+            True: the query attends to the key. A document or run uses its top-left corner. None:
+            causal attention without a bias.
+        packed: sdpa on a CPU: whether attention is computed by runs of documents, or by pieces of
+            trees. This is a separate flag because torch.compile guards it. Testing `runs` for
+            emptiness would add guards on its length and contents; testing `by_run` adds none.
+        runs: with `packed`: (count, length) of adjacent documents of the same length, in order.
+        pieces: with `packed`: pieces of sequences with trees, in order.
+        by_run: with `packed`: function that attends to runs or pieces.
+        block_mask: flex: blocks of keys that each block of queries attends to.
+        score_mod: flex: function on a logit; None: identity.
+        borders: varlen, flash and flash3 with packed sequences: (N + 1,) int32, cumulative number
+            of queries of the N documents of all sequences.
+        longest: with `borders`: largest number of queries of a document.
+        key_borders: the same for keys. A document that begins before the first query has more keys
+            than queries, and its last query is that of its last key. Otherwise the same tensor.
+        longest_keys: largest number of keys of a document.
+        segments: sdpa on a CPU, if the queries are the last tokens of packed sequences: (queries,
+            keys) of each document; `bias` is then read from its bottom-right corner.
+        parts: if the queries are only some tokens of a sequence: a plan for each range; all other
+            fields are then unset.
     """
 
     impl: str
@@ -145,7 +146,7 @@ class AttentionPlan:
 
 
 def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Tensor:
-    """Slopes (H,) of ALiBi (Press et al., 2022), in MPT's order for any number of heads."""
+    """Return the slopes (H,) of ALiBi (Press et al., 2022), in MPT's order for any H."""
     power = 1 << (n_heads - 1).bit_length()
     exponents = torch.arange(1, power + 1, dtype=torch.float32, device=device)
     slopes = torch.exp2(-exponents * alibi_bias_max / power)
@@ -153,10 +154,10 @@ def alibi_slopes(n_heads: int, alibi_bias_max: int, device: torch.device) -> Ten
 
 
 def causal_bias(queries: int, keys: int, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """Who sees whom among the last `queries` of `keys` positions.
+    """Return the mask or bias of causal attention for the last `queries` of `keys` positions.
 
-    Without slopes a boolean mask (1, 1, queries, keys), True where a query sees a key; with them
-    ALiBi's bias (1, H, queries, keys) in their dtype, minus infinity where it does not.
+    Without slopes: a boolean mask (1, 1, queries, keys), True: the query attends to the key. With
+    slopes: ALiBi's bias (1, H, queries, keys) in their dtype, minus infinity for masked keys.
     """
     key = torch.arange(keys, device=device)
     distance = (key - key[keys - queries :, None])[None, None]
@@ -171,9 +172,9 @@ def causal_bias(queries: int, keys: int, spec: AttentionSpec, device: torch.devi
 def dense_bias(
     layout: PackedLayout | None, spec: AttentionSpec, queries: int, past: int, device: torch.device
 ) -> Tensor:
-    """As `causal_bias`, (1 or B, 1 or H, queries, past + queries), documents kept apart.
+    """Return the same, (1 or B, 1 or H, queries, past + queries), with documents separated.
 
-    The layout is that of all past + queries tokens.
+    The layout describes all past + queries tokens.
     """
     if layout is not None and layout.ends is not None:
         return _tree_bias(layout.ends, layout.positions, spec)
@@ -185,7 +186,7 @@ def dense_bias(
 
 
 def _tree_bias(ends: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """As `causal_bias` for trees, (B, 1 or H, T, T); distances are those along the path."""
+    """Return the same for trees, (B, 1 or H, T, T); distances are along the path."""
     place = torch.arange(ends.shape[1], device=ends.device)
     sees = (place <= place[:, None]) & (place[:, None] < ends[:, None, :])
     distance = positions[:, None, :] - positions[:, :, None]
@@ -198,9 +199,9 @@ def _tree_bias(ends: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def document_segments(layout: PackedLayout, past: int) -> tuple[tuple[int, int], ...]:
-    """(queries, keys) of each document of all rows whose first `past` tokens are keys alone.
+    """Return (queries, keys) of each document, if the first `past` tokens are only keys.
 
-    The queries are the last of the document's tokens; there may be none.
+    The queries are the last tokens of the document; there may be none.
     """
     found = []
     for row in layout.lengths:
@@ -210,7 +211,7 @@ def document_segments(layout: PackedLayout, past: int) -> tuple[tuple[int, int],
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, S, KV, hd) with as many heads as q (B, T, H, hd)."""
+    """Return keys and values (B, S, KV, hd) repeated to the heads of q (B, T, H, hd)."""
     groups = q.shape[2] // k.shape[2]
     if groups == 1:
         return k, v
@@ -218,16 +219,16 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Autocast's dtype where it is on for devices of this kind, else `dtype`; fp64 stays."""
+    """Return autocast's dtype if it is enabled for the device type, else `dtype`; fp64 stays."""
     if dtype == torch.float64 or not has_autocast(kind):
         return dtype
     return torch.get_autocast_dtype(kind)
 
 
 def working_dtype(v: Tensor) -> torch.dtype:
-    """What attention computes in: autocast's dtype where it is on, else the values' own.
+    """Return the dtype of attention: autocast's if it is enabled, else that of the values.
 
-    Queries and keys may come wider than the values, from their normalization.
+    Queries and keys may be wider than the values because of their normalization.
     """
     return autocast_dtype(v.device.type, v.dtype)
 
@@ -240,7 +241,7 @@ def sdpa_prepare(
     past: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """Documents, pieces and chunks on a CPU; a mask elsewhere, where one is needed."""
+    """Prepare runs, pieces or segments on a CPU; on other devices a mask, if one is needed."""
     if device.type == "cpu" and layout is not None and layout.ends is not None:
         by_piece = _outside_of_graphs(_by_piece)
         return AttentionPlan(
@@ -262,7 +263,7 @@ def sdpa_prepare(
         return AttentionPlan("sdpa", spec, bias=_corner(needing, spec, device))
     if layout is None and _is_plain(past + queries, spec) and (past == 0 or queries == 1):
         return AttentionPlan("sdpa", spec)
-    # With a mask and shared heads no CUDA kernel serves but the one that holds all logits.
+    # with a mask and shared heads, the only CUDA kernel is the one that materializes all logits
     shared = device.type != "cuda"
     bias = dense_bias(layout, spec, queries, past, device)
     return AttentionPlan("sdpa", spec, shared_heads=shared, bias=bias)
@@ -279,7 +280,7 @@ def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
         if plan.packed:
             assert plan.by_run is not None
             out = plan.by_run(q, k, v, plan, dropout)
-        elif queries != k.shape[1]:  # the last of the row, the others cached or elsewhere
+        elif queries != k.shape[1]:  # the last tokens; the others are cached or on other ranks
             out = _call(q, k, v, plan.bias, spec.scale, dropout)
         else:
             out = _whole(q, k, v, plan.bias, spec, dropout)
@@ -287,12 +288,12 @@ def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
 
 
 def _cpu_dtype(dtype: torch.dtype, queries: int, plan: AttentionPlan) -> torch.dtype:
-    """What PyTorch's kernel computes in: fp32 for narrower types, but for long rows of bf16.
+    """Return the dtype for PyTorch's CPU kernel: fp32 for narrower types, except long bf16 inputs.
 
-    The CPU's bf16 kernel is compiled for every length that it meets, and each is kept: documents of
-    all lengths made it 8 times slower than fp32, and its memory grew without end. Rows of whole
-    blocks share a few. Measured (one core, forward and backward, H 4, hd 64): bf16 0.75 of fp32's
-    time at T 2048, 0.88 at 512.
+    The bf16 kernel is compiled for every length, and all versions are cached. Documents of many
+    lengths made it 8 times slower than fp32, and memory grew without bound. Lengths that are
+    multiples of the block share a few versions. Measured (one core, forward and backward, H 4,
+    hd 64): bf16 takes 0.75 of fp32's time at T 2048, 0.88 at 512.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return dtype
@@ -301,12 +302,12 @@ def _cpu_dtype(dtype: torch.dtype, queries: int, plan: AttentionPlan) -> torch.d
 
 
 def _is_plain(length: int, spec: AttentionSpec) -> bool:
-    """Whether so many tokens need nothing but causality."""
+    """Return whether `length` tokens need only causality, no window or bias."""
     return spec.slopes is None and not 0 <= spec.window < length - 1
 
 
 def _corner(lengths: list[int], spec: AttentionSpec, device: torch.device) -> Tensor | None:
-    """The bias of the longest of these lengths; the others take its top-left corner."""
+    """Return the bias of the longest length; shorter ones use its top-left corner."""
     if not lengths:
         return None
     return _as_numbers(causal_bias(max(lengths), max(lengths), spec, device))
@@ -315,7 +316,7 @@ def _corner(lengths: list[int], spec: AttentionSpec, device: torch.device) -> Te
 def _bottom_corner(
     shapes: list[tuple[int, int]], spec: AttentionSpec, device: torch.device
 ) -> Tensor | None:
-    """A bias for the most queries and keys; others take its bottom-right corner."""
+    """Return the bias of the most queries and keys; others use its bottom-right corner."""
     if not shapes:
         return None
     queries, keys = (max(sizes) for sizes in zip(*shapes, strict=True))
@@ -323,16 +324,16 @@ def _bottom_corner(
 
 
 def _as_numbers(bias: Tensor) -> Tensor:
-    """Numbers in place of a mask, once: each call would turn a boolean mask into them."""
+    """Convert a boolean mask to numbers once; otherwise each call would convert it."""
     if bias.dtype != torch.bool:
         return bias
     return torch.zeros(bias.shape, device=bias.device).masked_fill(~bias, float("-inf"))
 
 
 def _outside_of_graphs(serve: Serve) -> Serve:
-    """`serve`, kept out of compiled blocks: with its lengths every batch would be compiled anew.
+    """Exclude a function from compiled blocks: each batch of other lengths would recompile them.
 
-    The compiler takes a second to import; where it is not there yet, nothing is compiled.
+    Importing the compiler takes a second. If it is not imported, nothing is compiled.
     """
     return _disabled(serve) if "torch._dynamo" in sys.modules else serve
 
@@ -343,9 +344,9 @@ def _disabled(serve: Serve) -> Serve:
 
 
 def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """One call for each run of documents of one length."""
+    """Call attention once per run of documents of the same length."""
     sizes = [count * length for count, length in plan.runs]
-    # split and cat, not slices: their backward passes touch each gradient once
+    # split and cat, not slices: their backward passes write each gradient once
     parts = zip(plan.runs, *(x.flatten(0, 1).split(sizes) for x in (q, k, v)), strict=True)
     outputs = []
     for shape, *run in parts:
@@ -356,7 +357,7 @@ def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
 
 
 def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """A call for each document that has queries, the last of its tokens."""
+    """Call attention once per document with queries, which are its last tokens."""
     queries, keys = zip(*plan.segments, strict=True)
     parts = zip(
         q.flatten(0, 1).split(queries),
@@ -378,7 +379,7 @@ def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
 
 
 def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """A call for each piece of the trees of q (B, T, H, hd)."""
+    """Call attention once per piece of the trees of q (B, T, H, hd)."""
     spec = plan.spec
     slopes = None if spec.slopes is None else spec.slopes.view(1, -1, 1, 1)
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
@@ -395,7 +396,7 @@ def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
 def _whole(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, dropout: float
 ) -> Tensor:
-    """Causal attention of rows (B, T, ...) in one call."""
+    """Compute causal attention of sequences (B, T, ...) in one call."""
     length = q.shape[1]
     if bias is None or _is_plain(length, spec):
         return _call(q, k, v, None, spec.scale, dropout)
@@ -419,11 +420,11 @@ def _call(
 
 
 PIECE = 128
-"""Queries a piece."""
+"""Queries per piece."""
 
 
 def tree_pieces(layout: PackedLayout, spec: AttentionSpec) -> tuple[TreePiece, ...]:
-    """All tokens of the rows, in order, as queries of pieces; the layout is on a CPU."""
+    """Return pieces that cover all tokens of the sequences, in order; the layout is on a CPU."""
     assert layout.ends is not None
     pieces = []
     for row, (ends, positions) in enumerate(zip(layout.ends, layout.positions, strict=True)):
@@ -436,7 +437,7 @@ def tree_pieces(layout: PackedLayout, spec: AttentionSpec) -> tuple[TreePiece, .
 def _tree_piece(
     ends: Tensor, positions: Tensor, start: int, offset: int, spec: AttentionSpec
 ) -> TreePiece:
-    """Queries start, start + 1, … of a row (T,) whose first token has the flat place `offset`."""
+    """Return the piece of queries from `start` of a sequence (T,) with flat index `offset`."""
     stop = min(start + PIECE, len(ends))
     queries = torch.arange(start, stop)[:, None]
     keys = torch.cat([(ends[:start] > start).nonzero()[:, 0], queries[:, 0]])
@@ -462,13 +463,13 @@ def torch_prepare(
     past: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """A mask of all queries and keys."""
+    """Prepare a mask of all queries and keys."""
     bias = dense_bias(layout, spec, queries, past, device)
     return AttentionPlan("torch", spec, shared_heads=False, bias=bias)
 
 
 def torch_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Plain matmul and softmax in fp32 (fp64 for fp64), all logits in memory: the reference."""
+    """Compute matmul and softmax in fp32 (fp64 for fp64), with all logits: the reference."""
     spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
     assert bias is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,15 +1,15 @@
-"""FlashAttention on CUDA: PyTorch's own (`varlen`) and the packages flash-attn and flash-attn-3.
+"""FlashAttention on CUDA: PyTorch's (`varlen`) and the packages flash-attn and flash-attn-3.
 
     varlen   PyTorch's variable-length attention; no bias, softcap or dropout. On Hopper it runs
-             FlashAttention 3 where that is installed (`serves_varlen`)
-    flash    the package flash-attn (Dao, 2023): the only kernel beside the plain one that has
-             dropout with ALiBi or a window in packed rows
-    flash3   the package flash-attn-3 (Shah et al., 2024), on Hopper GPUs (H100, H200): softcap,
-             windows and shared heads, neither ALiBi nor dropout. Read for it: hopper/ of
+             FlashAttention 3 if that is installed (`serves_varlen`)
+    flash    package flash-attn (Dao, 2023): the only fast kernel that supports dropout together
+             with ALiBi or a window in packed sequences
+    flash3   package flash-attn-3 (Shah et al., 2024), on Hopper GPUs (H100, H200): softcap, windows
+             and shared heads, but neither ALiBi nor dropout. Source that was read: hopper/ of
              Dao-AILab/flash-attention at 0251105a, version 3.0.0
 
-All documents of a batch, one after the other, are one call that never looks across a border:
-cheaper than a mask, and nothing to compile. `select.py` calls the three functions of each.
+All documents of a batch are one call, without attention between documents: cheaper than a mask, and
+nothing is compiled. `select.py` calls the three functions of each backend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from llmfoundry.ops.torch_private import activate_fa3
 def varlen_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
-    """Why it cannot serve; None: it can."""
+    """Return why varlen does not support a case; None: it does."""
     reason = _device_refusal(device, dtype)
     if reason is None and "window_size" not in _varlen_parameters():
         reason = f"it is too old in torch {torch.__version__}; install 2.11 or newer, or write auto"
@@ -56,7 +56,7 @@ def varlen_prepare(
     past: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """Where documents begin and end."""
+    """Prepare the borders of documents."""
     serves_varlen(device)
     plan = prepare("varlen", layout, spec, queries=queries, past=past, device=device)
     shared = "enable_gqa" in _varlen_parameters()  # since torch 2.12
@@ -66,7 +66,7 @@ def varlen_prepare(
 
 
 def varlen_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
+    """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd)."""
     from torch.nn.attention import varlen
 
     assert not dropout, "plan refuses it"
@@ -99,7 +99,7 @@ def varlen_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout:
 
 @functools.cache
 def _varlen_parameters() -> frozenset[str]:
-    """What the installed function takes: torch 2.10 had no window, 2.11 no shared heads."""
+    """Return the parameters of the installed function: torch 2.10 had no window."""
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)
@@ -108,19 +108,19 @@ def _varlen_parameters() -> frozenset[str]:
 OLDEST = (2, 6, 2)
 """ALiBi came with 2.4.2, the softcap with 2.6.2."""
 DROPOUT_HEAD_DIM, DROPOUT_MEMORY = 192, 144 * 1024
-"""Wider heads with dropout need so many bytes of shared memory a block (A100, H100); with less
-(RTX 30, 40 and 50, L40) 2.7 and later return gradients that were never written
-(`run_mha_bwd_hdim256` in csrc/flash_attn/src/flash_bwd_launch_template.h), 2.6 refuses."""
+"""Shared memory per block that wider heads with dropout need (A100, H100 have it). With less
+(RTX 30, 40 and 50, L40), 2.7 and later return uninitialized gradients (`run_mha_bwd_hdim256` in
+csrc/flash_attn/src/flash_bwd_launch_template.h), and 2.6 raises an error."""
 _INSTALL_FLASH = "pip install flash-attn --no-build-isolation, or write auto"
 
 
 def flash_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
-    """Why it cannot serve; None: it can."""
+    """Return why flash-attn does not support a case; None: it does."""
     reason = _device_refusal(device, dtype)
     if reason is None and spec.dropout and head_dim is not None and head_dim > DROPOUT_HEAD_DIM:
-        properties = torch.cuda.get_device_properties(device)  # AMD's lack this one
+        properties = torch.cuda.get_device_properties(device)  # AMD's lack this attribute
         if getattr(properties, "shared_memory_per_block_optin", DROPOUT_MEMORY) < DROPOUT_MEMORY:
             reason = (
                 f"on this GPU its kernel has no dropout for heads wider than {DROPOUT_HEAD_DIM},"
@@ -130,10 +130,10 @@ def flash_refusal(
 
 
 def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd).
+    """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd).
 
-    Where there are fewer queries than keys they are the last: causality, windows and ALiBi are
-    aligned to the bottom right.
+    Fewer queries than keys are the last ones: causality, windows and ALiBi are aligned to the
+    bottom right.
     """
     import flash_attn
 
@@ -145,7 +145,7 @@ def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: 
 
 @functools.cache
 def _missing_flash() -> str | None:
-    """What keeps the package from being used; None: nothing."""
+    """Return why the package cannot be used; None: it can."""
     try:
         version = importlib.metadata.version("flash-attn")
     except importlib.metadata.PackageNotFoundError:
@@ -155,20 +155,20 @@ def _missing_flash() -> str | None:
         return f"flash-attn {version} is older than {oldest}; {_INSTALL_FLASH}"
     try:
         importlib.import_module("flash_attn")
-    except ImportError as error:  # built against another torch
+    except ImportError as error:  # built for another version of torch
         return f"flash-attn {version} does not load ({error}); build it again: {_INSTALL_FLASH}"
     return None
 
 
 _INSTALL_FLASH3 = "install it from hopper/ of Dao-AILab/flash-attention, or write auto"
-WIDTHS = (64, 96, 128, 192, 256)  # of heads; narrower ones are served by the next
+WIDTHS = (64, 96, 128, 192, 256)  # head widths; narrower heads use the next larger one
 TAKES = {"softmax_scale", "causal", "window_size", "softcap", "deterministic"}
 
 
 def flash3_refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
-    """Why it cannot serve; None: it can."""
+    """Return why flash-attn-3 does not support a case; None: it does."""
     reason = _device_refusal(device, dtype)
     if reason is not None:
         return reason
@@ -179,33 +179,33 @@ def flash3_refusal(
 
 
 def flash3_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """As `flash_attend`."""
+    """Return attention; see `flash_attend`."""
     import flash_attn_interface
 
     assert not dropout, "plan refuses it"
     dtype, width = working_dtype(v), q.shape[-1]
-    missing = -width % 8  # it takes heads of whole 16 bytes
+    missing = -width % 8  # heads must be multiples of 16 bytes
     q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
     return _call(flash_attn_interface, q, k, v, plan)[..., :width]
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is a GPU of compute capability 9."""
+    """Return whether a device is a GPU of compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
 def serves_varlen(device: torch.device) -> bool:
-    """Whether PyTorch's varlen attention runs FlashAttention 3 here; makes it so where it can.
+    """Return whether PyTorch's varlen attention runs FlashAttention 3; activate it if possible.
 
-    From then on PyTorch's own attention over plain rows may run it too: one without dropout, which
-    a model that varlen serves has not.
+    After activation PyTorch's attention over sequences without packing may use it too. It has no
+    dropout, which models that use varlen do not have either.
     """
     if not is_hopper(device) or _missing_flash3() is not None:
         return False
     try:
         return activate_fa3()
-    except Exception as error:  # whatever is wrong with it, there is a kernel that serves
+    except Exception as error:  # for any reason: another kernel can be used
         line = str(error).split("\n")[0]
         warnings.warn(f"PyTorch's varlen attention runs FlashAttention 2: {line}", stacklevel=2)
         return False
@@ -213,12 +213,12 @@ def serves_varlen(device: torch.device) -> bool:
 
 @functools.cache
 def _missing_flash3() -> str | None:
-    """What keeps the package from being used; None: nothing."""
+    """Return why the package cannot be used; None: it can."""
     try:
         module = importlib.import_module("flash_attn_interface")
     except ModuleNotFoundError:
         return f"the package flash-attn-3 is not installed; {_INSTALL_FLASH3}"
-    except ImportError as error:  # built against another torch
+    except ImportError as error:  # built for another version of torch
         return f"flash-attn-3 does not load ({error}); build it again, or write auto"
     function = getattr(module, "flash_attn_varlen_func", None)
     takes = set(inspect.signature(function).parameters) if callable(function) else set()
@@ -228,7 +228,7 @@ def _missing_flash3() -> str | None:
 
 
 def _left_out(spec: AttentionSpec, dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """What this build was made without."""
+    """Return what this build was compiled without."""
     asked = ["BACKWARD", "VARLEN"]
     asked += ["SOFTCAP"] if spec.softcap is not None else []
     asked += ["LOCAL"] if spec.window >= 0 else []
@@ -246,12 +246,12 @@ def _left_out(spec: AttentionSpec, dtype: torch.dtype, head_dim: int | None) -> 
 def _build_flags() -> dict[str, bool]:
     try:
         return importlib.import_module("flash_attn_config").CONFIG["build_flags"]
-    except ImportError:  # before May 2025
+    except ImportError:  # versions before May 2025
         return {}
 
 
 def _undecided(head_dim: int | None) -> str | None:
-    """Its backward pass takes no notice of `deterministic` for the widest heads.
+    """Return a refusal if the backward pass ignores `deterministic`, as for the widest heads.
 
     `Deterministic_ && kHeadDim < 256` in hopper/flash_bwd_launch_template.h.
     """
@@ -265,7 +265,7 @@ def _undecided(head_dim: int | None) -> str | None:
 
 
 def _device_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Where FlashAttention does not run, PyTorch's build (varlen) or its own (flash, flash3)."""
+    """Return why no FlashAttention runs on a device."""
     if device.type != "cuda":
         return f"its kernel runs on CUDA alone, not on {device.type}; write auto"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -289,11 +289,11 @@ def prepare(
     past: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """Where documents begin and end, where there are several in a row.
+    """Prepare the borders of documents, if a sequence has several.
 
-    Documents before the first query have none; FlashAttention's kernels serve such ones, and write
-    zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also covers
-    the case where actual_seqlen_q == 0").
+    Documents before the first query have no queries. FlashAttention's kernels support this, and
+    write zeros as the gradients of their keys (csrc/flash_attn/src/flash_bwd_kernel.h: "This also
+    covers the case where actual_seqlen_q == 0").
     """
     if layout is None:
         return AttentionPlan(impl, spec)
@@ -314,17 +314,17 @@ def prepare(
 
 
 def _borders(lengths: list[int], device: torch.device) -> tuple[Tensor, int]:
-    """Where pieces of these lengths begin and end, (N + 1,) int32 on the device; the longest."""
+    """Return cumulative lengths (N + 1,), int32, on the device, and the largest length."""
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     if device.type == "cuda":
-        borders = borders.pin_memory()  # from pageable memory the copy would wait for the device
+        borders = borders.pin_memory()  # a copy from pageable memory would synchronize
     return borders.to(device, non_blocking=True), max(lengths)
 
 
 def _call(
     package: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, **options: Any
 ) -> Tensor:
-    """Call the function of flash-attn, or of flash-attn-3, that the plan needs."""
+    """Call the function of flash-attn or flash-attn-3 that the plan needs."""
     spec, shape = plan.spec, q.shape
     options |= {
         "softmax_scale": spec.scale,
@@ -339,6 +339,6 @@ def _call(
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         borders, longest = (plan.borders, plan.key_borders), (plan.longest, plan.longest_keys)
         out = package.flash_attn_varlen_func(q, k, v, *borders, *longest, **options)
-    if isinstance(out, tuple):  # flash-attn-3 before July 2025, with the log of the sums
+    if isinstance(out, tuple):  # flash-attn-3 before July 2025 also returns the log-sum-exp
         out = out[0]
     return out.view(shape)

@@ -1,7 +1,7 @@
-"""The backend `flex`: PyTorch's FlexAttention, one compiled kernel for every option but dropout.
+"""Backend `flex`: PyTorch's FlexAttention, one compiled kernel for every option except dropout.
 
-ALiBi and the softcap change logits inside the kernel, so that no bias is ever in memory; a block
-mask lists the blocks of keys to leave out. CUDA alone: on a CPU it has no backward pass.
+ALiBi and the softcap modify logits inside the kernel, so that no bias is materialized. A block mask
+lists the blocks of keys to compute. It runs only on CUDA: on a CPU it has no backward pass.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Queries and keys of a block of the mask: FlexAttention's own default."""
+"""Queries and keys per block of the mask: FlexAttention's default."""
 MIN_HEAD_DIM = 16
-"""Triton's matrix product takes no narrower one."""
+"""Minimum width of Triton's matmul."""
 RECOMPILE_LIMIT = 64
-"""Programs of the compiled kernel; PyTorch's default, 8, is soon used up: kinds of layers (local,
-global), training and evaluation, and two or three steps until a length is a variable."""
+"""Maximum number of compiled versions of the kernel. PyTorch's default, 8, is not enough for kinds
+of layers (local, global), training and evaluation, and steps until lengths become dynamic."""
 
 
 def refusal(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int | None
 ) -> str | None:
-    """Why it cannot serve; None: it can."""
+    """Return why flex does not support a case; None: it does."""
     if device.type == "cpu":
         return "FlexAttention has no backward pass on a CPU; write auto"
     if device.type != "cuda":
@@ -58,7 +58,7 @@ def prepare(
     past: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """The block mask, and what is done to a logit."""
+    """Prepare the block mask and the function on logits."""
     if layout is not None and layout.ends is not None:
         mask = tree_mask(layout.ends, layout.positions, spec.window)
         return AttentionPlan(
@@ -71,16 +71,16 @@ def prepare(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
+    """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd)."""
     from torch.nn.attention.flex_attention import flex_attention
 
     assert not dropout, "plan refuses it"
     groups, width = q.shape[2] // k.shape[2], q.shape[3]
-    if groups & (groups - 1):  # its backward pass shares a head among 1, 2, 4, ... alone
+    if groups & (groups - 1):  # its backward pass supports only powers of two query heads per head
         k, v = repeat_heads(q, k, v)
     dtype, missing = working_dtype(v), max(0, MIN_HEAD_DIM - width)
     q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
-    # a block that is being compiled takes the kernel into its own program
+    # inside a compiled block, the kernel becomes part of the block's graph
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out = kernel(
         q.transpose(1, 2),
@@ -96,19 +96,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    """FlexAttention compiled for blocks that are not; made at the first call, for it takes long."""
+    """Return FlexAttention compiled, for blocks that are not; compiled at the first call."""
     from torch.nn.attention.flex_attention import flex_attention
 
     limits = torch.compiler.config
     limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
-    # fullgraph: beyond the limit an error, not a fallback that holds all logits in memory
+    # fullgraph: beyond the limit raise, instead of falling back to materialized logits
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _offset(past: int, device: torch.device) -> Tensor | None:
-    """Keys before the first query, as a tensor, for a number would be compiled in; None: none.
+    """Return the number of keys before the first query as a tensor; None: there are none.
 
-    Filled on the device, which the host does not wait for.
+    A Python number would be compiled into the kernel. The tensor is filled on the device, without a
+    synchronization.
     """
     return torch.full((), past, device=device) if past else None
 
@@ -116,12 +117,12 @@ def _offset(past: int, device: torch.device) -> Tensor | None:
 def _score_mod(
     spec: AttentionSpec, positions: Tensor | None = None, offset: Tensor | None = None
 ) -> Callable[..., Tensor] | None:
-    """The softcap, then ALiBi's bias, of one scaled logit; None: neither.
+    """Return the function on a scaled logit: softcap, then ALiBi's bias; None: neither.
 
     Args:
-        spec: what the layers ask.
-        positions: (B, T) of trees; elsewhere places differ by as much as positions do.
-        offset: (), keys before the first query; None: none.
+        spec: options of the layers.
+        positions: (B, T) of trees; otherwise indices differ by as much as positions do.
+        offset: (), number of keys before the first query; None: none.
     """
     softcap, slopes = spec.softcap, spec.slopes
     if softcap is None and slopes is None:
@@ -143,25 +144,25 @@ def _score_mod(
 def block_mask(
     queries: int, window: int, documents: Tensor | None, device: torch.device, *, past: int = 0
 ) -> BlockMask:
-    """Blocks of causal tokens that see one another in part, or wholly.
+    """Return the block mask of causal attention: blocks that are partly or fully visible.
 
-    PyTorch's create_block_mask finds the same by writing down who sees whom, a byte for each pair
-    of tokens (4 GB a row of 64k). Documents are runs that ascend, and windows bands: a block's
-    first and last token decide.
+    PyTorch's create_block_mask materializes a byte per pair of tokens (4 GB for a sequence of 64k).
+    Here the first and last token of a block decide, because documents are ascending and windows are
+    bands.
 
     Args:
-        queries: tokens in a row that look; the last ones of it.
-        window: keys that a query sees before itself; -1: all.
-        documents: (B, past + queries), ascending in a row; None: one document a row.
-        device: where the tokens are.
-        past: tokens of a row before them, which are keys alone.
+        queries: number of queries, the last tokens of a sequence.
+        window: keys before a query that it attends to; -1: all.
+        documents: (B, past + queries), ascending in a sequence; None: one document per sequence.
+        device: device of the tokens.
+        past: number of earlier tokens of a sequence, which are only keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     length = past + queries
     first = torch.arange(0, length, BLOCK, device=device)
     last = (first + BLOCK - 1).clamp(max=length - 1)
-    begin = torch.arange(past, length, BLOCK, device=device)[:, None]  # of the queries' blocks
+    begin = torch.arange(past, length, BLOCK, device=device)[:, None]  # of the blocks of queries
     end = (begin + BLOCK - 1).clamp(max=length - 1)
     some = (first <= end)[None]  # (B or 1, blocks of queries, blocks of keys)
     every = ((last < begin) & (begin + BLOCK <= length) & (first + BLOCK <= length))[None]
@@ -182,15 +183,15 @@ def block_mask(
 
 
 def tree_mask(ends: Tensor, positions: Tensor, window: int) -> BlockMask:
-    """As `block_mask`, for trees: what their tokens see is known from a block's extremes as well.
+    """Return the block mask for trees, also from the minimum and maximum of each block.
 
-    With a window a block may be looked into that has nothing to see: of positions only the range is
-    known.
+    With a window a block may be computed in which nothing is visible, because only the range of
+    positions is known.
 
     Args:
         ends: (B, T) of the layout.
         positions: (B, T) of the layout.
-        window: keys that a query sees before itself on its path; -1: all.
+        window: keys on its path before a query that it attends to; -1: all.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -198,7 +199,7 @@ def tree_mask(ends: Tensor, positions: Tensor, window: int) -> BlockMask:
     missing = -length % BLOCK
 
     def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Smallest and largest of each block, (B, blocks)."""
+        """Return minimum and maximum of each block, (B, blocks)."""
         filled = torch.cat([x, x[:, -1:].expand(-1, missing)], dim=1)
         low, high = filled.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
         return low, high
@@ -224,14 +225,14 @@ def tree_mask(ends: Tensor, positions: Tensor, window: int) -> BlockMask:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are set for each block of queries, and which, those first."""
+    """Return for each block of queries the number of visible blocks of keys, and these first."""
     flags = blocks[:, None].int()
     order = torch.argsort(flags, dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), order.int()
 
 
 def _tree_mask_mod(ends: Tensor, positions: Tensor, window: int) -> Callable[..., Tensor]:
-    """As `_mask_mod`, for trees."""
+    """Return the mask function for trees; see `_mask_mod`."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) & (query < ends[row, key])
@@ -245,7 +246,7 @@ def _tree_mask_mod(ends: Tensor, positions: Tensor, window: int) -> Callable[...
 def _mask_mod(
     window: int, documents: Tensor | None, offset: Tensor | None
 ) -> Callable[..., Tensor]:
-    """Whether a query sees a key, in blocks that are seen in part."""
+    """Return the function whether a query attends to a key, for partly visible blocks."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query = query if offset is None else query + offset

@@ -1,12 +1,12 @@
-"""Which attention kernel runs: one function, its backends, and what picks among them.
+"""Selection of the attention kernel: one function, and its backends.
 
-`models/decoder.py` plans each forward pass (`AttentionKernels.plan`) once for all layers with the
-same `AttentionSpec`, so that masks and document borders are worked out once; `models/attention.py`
-calls `attend` with the plan.
+Entry points: `AttentionKernels.plan`, which `models/decoder.py` calls once per forward pass for all
+layers with the same `AttentionSpec`, so that masks and document borders are computed once; and
+`attend`, which `models/attention.py` calls with the plan.
 
-Every backend computes the same: logits times scale, softcap, ALiBi's bias slope * (key - query),
-mask, softmax, dropout, times values. A token sees itself and earlier tokens of its own document, or
-of its path in a tree, no further back than the window; distances are those of positions.
+Every backend computes the same function: scaled logits, softcap, ALiBi's bias slope * (key -
+query), mask, softmax, dropout, times values. A token attends to itself and to earlier tokens of its
+document, or of its path in a tree, at most a window back; distances are those of positions.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 
 
 class AttentionKernels:
-    """The kernels of one model: chosen once for each case, planned each forward pass."""
+    """Kernels of one model: chosen once per case, planned in each forward pass."""
 
     def __init__(self, impl: str = "auto", head_dim: int | None = None) -> None:
-        """`impl` is of the recipe's attn_impl; without `head_dim` heads fit every kernel."""
+        """`impl`: the recipe's attn_impl; `head_dim` None: a width that all kernels support."""
         self._impl, self._head_dim = impl, head_dim
         self._chosen: dict[Hashable, str] = {}
 
@@ -51,25 +51,24 @@ class AttentionKernels:
         dtype: torch.dtype | None = None,
         ranges: Ranges | None = None,
     ) -> AttentionPlan:
-        """Decide how one forward pass attends. Nothing here waits for the device.
+        """Plan the attention of one forward pass, without waiting for the device.
 
-        Tokens after cached ones, and single ones, are served by sdpa (torch, where there is a
-        softcap) whatever was named: the kernels for training have no use there. Trees, which only
-        evaluation has, are served by what `auto` finds where the one that was named knows
-        documents alone.
+        Tokens after cached ones, and single tokens, use sdpa (torch with a softcap) whatever the
+        recipe selects: the training kernels have no advantage there. Trees, which occur only in
+        evaluation, use the backend of `auto` if the selected one supports only documents.
 
         Args:
-            layout: documents of the rows; None: one document a row.
-            spec: what the layers ask.
-            queries: tokens in a row, T.
-            past: earlier tokens of each row, in a key-value cache.
-            device: where the tokens are.
-            dtype: of the weights; None: torch's default. Autocast's goes before it.
-            ranges: places of the queries, where they are not all of the row's `queries` tokens,
-                whose keys are all there; None: they are.
+            layout: documents of the sequences; None: one document per sequence.
+            spec: options of the layers.
+            queries: T, tokens in a sequence.
+            past: earlier tokens of each sequence, in a KV cache.
+            device: device of the tokens.
+            dtype: dtype of the weights; None: torch's default. Autocast's takes precedence.
+            ranges: positions of the queries, if they are only some of the sequence's `queries`
+                tokens, whose keys are all present; None: all tokens are queries.
 
         Raises:
-            UserError: the backend was named, and cannot serve.
+            UserError: the recipe selects a backend that does not support the case.
         """
         trees = layout is not None and layout.ends is not None
         if layout is not None and not trees and all(len(row) == 1 for row in layout.lengths):
@@ -78,7 +77,7 @@ class AttentionKernels:
         if spec.window >= past + queries - 1:
             spec = replace(spec, window=-1)
         if kind_of(device) != device.type and self._impl != "torch":
-            # planned for a GPU, all of whose kernels keep as much, and no bias
+            # planning for a GPU: all its kernels save the same tensors, and no bias
             layout, spec = None, AttentionSpec(spec.scale)
             plain = AttentionPlan("sdpa", spec)
             if ranges is None:
@@ -88,7 +87,7 @@ class AttentionKernels:
         if (past or queries == 1) and self._impl != "torch":
             impl = "sdpa" if spec.softcap is None else "torch"
         else:
-            # plain rows are a case of their own on CUDA alone
+            # only CUDA distinguishes sequences without packing
             packed = device.type == "cuda" and (layout is not None or ranges is not None)
             dtype = autocast_dtype(device.type, dtype or torch.get_default_dtype())
             impl = self._choose(spec, packed, device, dtype, trees=trees)
@@ -98,7 +97,7 @@ class AttentionKernels:
         return AttentionPlan(impl, spec, parts=tuple(parts))
 
     def masked(self, spec: AttentionSpec, bias: Tensor) -> AttentionPlan:
-        """Attention under a bias of the caller's, as `AttentionPlan` has it: of one token a row."""
+        """Plan with the caller's bias (`AttentionPlan.bias`), for one token per sequence."""
         impl = "sdpa" if spec.softcap is None and self._impl != "torch" else "torch"
         shared = impl == "sdpa" and bias.device.type != "cuda"
         return AttentionPlan(impl, spec, shared_heads=shared, bias=bias)
@@ -112,7 +111,7 @@ class AttentionKernels:
         *,
         trees: bool,
     ) -> str:
-        """The backend of a case, asked for once."""
+        """Return the backend of a case, from a cache."""
         asked = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout)
         exact = torch.are_deterministic_algorithms_enabled()
         case = (asked, packed, device, dtype, trees, exact)
@@ -134,7 +133,7 @@ def range_plan(
     stop: int,
     device: torch.device,
 ) -> RangePlan:
-    """How the queries first..stop of a row see the keys up to the last of them."""
+    """Plan the attention of queries first..stop of a sequence to the keys before stop."""
     start = 0 if spec.window < 0 else max(0, first - spec.window)
     seen = None if layout is None else layout.span(start, stop)
     if seen is not None and all(len(row) == 1 for row in seen.lengths):
@@ -149,10 +148,10 @@ def range_plan(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, training: bool = False
 ) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd), KV dividing H; (B, T, H, hd).
+    """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd); KV divides H.
 
-    In and out of autocast's dtype where autocast is on, else of that of the values. Dropout only
-    where `training`.
+    Inputs and output have autocast's dtype if it is enabled, else that of the values. Dropout is
+    applied only if `training`.
     """
     if plan.parts:
         queries = q.split([part.queries for part in plan.parts], dim=1)
@@ -175,13 +174,13 @@ def choose(
     *,
     trees: bool = False,
 ) -> str:
-    """The backend that `auto` stands for: the first that can serve, the cheapest first.
+    """Return the backend for `auto`: the first that supports the case, the fastest first.
 
-    On CUDA plain rows are SDPA's own case; then varlen (no mask, nothing to compile), flash3 (with
-    a softcap too, on Hopper, where it is installed), flex (every option but dropout), flash (every
-    option but dropout under a softcap, where it is installed). Where PyTorch cannot run varlen on
-    FlashAttention 3, flash3 goes before it. What is left is sdpa with a dense mask, and torch,
-    which has all.
+    On CUDA sequences without packing use SDPA. The order otherwise is: varlen (no mask, nothing to
+    compile), flash3 (adds a softcap; on Hopper, if installed), flex (every option except dropout),
+    flash (every option except dropout with a softcap; if installed), sdpa with a dense mask, and
+    torch, which supports everything. If PyTorch cannot run varlen on FlashAttention 3, flash3 comes
+    before it.
     """
     order = ["sdpa", "torch"]
     plain = spec.slopes is None and spec.softcap is None and spec.window < 0 and not packed
@@ -203,14 +202,14 @@ def refusal(
     *,
     head_dim: int | None = None,
 ) -> str | None:
-    """Why a backend cannot serve this specification here, and what to write; None: it can.
+    """Return why a backend does not support a case, and what to write; None: it does.
 
     Args:
-        impl: a name of the recipe's attn_impl; auto always can.
-        spec: what the layers ask.
-        device: where the tokens will be.
-        dtype: what attention will compute in: autocast's dtype, or that of the weights.
-        head_dim: width of a head; None: one that every kernel has.
+        impl: a name of the recipe's attn_impl; auto always works.
+        spec: options of the layers.
+        device: device of the tokens.
+        dtype: dtype of attention: autocast's, or that of the weights.
+        head_dim: width of a head; None: one that every kernel supports.
     """
     if impl == "auto":
         return None
@@ -218,7 +217,7 @@ def refusal(
     return None if reason is None else f"{impl}: {reason}"
 
 
-SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders know documents alone
+SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders describe only documents
 REFUSALS: dict[
     str, Callable[[AttentionSpec, torch.device, torch.dtype, int | None], str | None]
 ] = {

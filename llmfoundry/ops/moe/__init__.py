@@ -1,1 +1,1 @@
-"""Mixtures of experts without dropped tokens: the backends, and what picks one."""
+"""Mixtures of experts without dropped tokens: backends and their selection."""

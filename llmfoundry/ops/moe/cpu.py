@@ -1,14 +1,15 @@
-"""The mixture of experts on a CPU: one expert after another, its activations in the cache.
+"""Mixture of experts on a CPU: one expert after another, so that its activations stay in the cache.
 
-`mixture.py` calls it. Here the host knows the counts without waiting, and a matrix product an
-expert is as fast as a dense layer's; products write straight into their place. A step of
-`yamls/dbrx-tiny.yaml` takes 1.17 to 1.21 times as long by `mixture.reference` and 1.05 to 1.15
-times by `gpu.py`, which on a CPU has no fp64 and no rows of odd width (AVX512-BF16, interleaved).
+Entry points: `forward` and `backward`, for `mixture.py`. On a CPU the row counts are known without
+waiting, and a matmul per expert is as fast as a dense layer's; matmuls write directly to their
+destination. A step of `yamls/dbrx-tiny.yaml` takes 1.17 to 1.21 times as long with
+`mixture.reference`, and 1.05 to 1.15 times with `gpu.py`, which on a CPU supports neither fp64 nor
+rows of odd width (AVX512-BF16, interleaved).
 
-Products of narrow types are oneDNN's, compiled for every number of rows that they meet, which takes
-half as long as the product. So a segment of theirs is padded to one of a few numbers of rows: by
-the rows behind it, which belong to the next expert. Forward that writes over them in its turn;
-backward their gradient is zero. Without, the same step takes 1.20 times as long.
+oneDNN compiles matmuls of 16-bit types for every number of rows, which takes half as long as the
+matmul. Segments of these types are therefore padded to one of a few numbers of rows, with the rows
+that follow, which belong to the next expert. In the forward pass the next expert overwrites them;
+in the backward pass their gradient is zero. Without padding the step takes 1.20 times as long.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from llmfoundry.ops.moe.experts import (
     glu,
 )
 
-PADDING = 64  # a segment is padded by less than this, and by less than a sixteenth of its rows
+PADDING = 64  # a segment is padded by fewer rows, and by less than a sixteenth of its rows
 
 
 def forward(
     x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool
 ) -> tuple[Tensor, SavedActivations]:
-    """Output (T, d), and the pre-activations where they are to be kept.
+    """Return the output (T, d), and the pre-activations if they are saved.
 
     Args:
         x: (T, d).
         weights: (T, k), fp32 or wider.
-        routing: the N = T * k rows, sorted.
-        w: the experts, in x's dtype, a wider one or 4 bits: each is cast when its turn comes, so
-            that no copy of them all is written to memory, or kept there.
-        keep: a backward pass will come.
+        routing: the N = T * k rows, sorted by expert.
+        w: the experts, in x's dtype, a wider one or 4 bits. Each expert is cast when it is used, so
+            that no cast copy of all experts is in memory.
+        keep: whether a backward pass follows.
     """
     n_rows, f = kept_rows(routing.order.shape[0], x.dtype), w.hidden(x.shape[1])
     width = f if keep else 0
@@ -76,16 +77,16 @@ def backward(
     *,
     frozen: bool,
 ) -> Gradients:
-    """All gradients from that of the output, grad (T, d); none of the experts where `frozen`.
+    """Return all gradients from that of the output, grad (T, d); none of experts if `frozen`.
 
-    The router's weight is left out of all that is f wide. It is a factor of x and of grad where
-    they meet those rows in the experts' gradients, and of the rows whose sum is the gradient of x.
+    The router weight is not applied to tensors of width f. It is applied to x and grad in the
+    gradients of the experts, and to the rows that are summed to the gradient of x.
     """
     n_rows = kept_rows(routing.order.shape[0], x.dtype)
     tokens = _tokens(routing, weights.shape[1], n_rows)
     row_weights = _row_weights(weights.to(x.dtype), routing, n_rows)
     grad_rows = x.new_empty(n_rows, x.shape[1])
-    inner = weights.new_empty(n_rows)  # gradients of the router's weights, in sorted order
+    inner = weights.new_empty(n_rows)  # gradients of the router weights, in sorted order
     grads = tuple(None if p is None or frozen else torch.empty_like(p) for p in w.tensors())
     low = w.low.map(torch.empty_like)
     _zero_unused((*grads, *low), routing)
@@ -98,7 +99,7 @@ def backward(
         dh = torch.mm(g, one.w2.T)  # (M, f), as h, da and db
         _add_gradient(dh, g, one.low.w2_a, one.low.w2_b)
         h, da = _glu_backward(dh, a, b, w.act, inner[rows])
-        db = dh  # its memory
+        db = dh  # reuses its memory
         if one.b2 is not None:
             inner[rows] += g.to(inner.dtype) @ one.b2.to(inner.dtype)
         dx = torch.mm(da, one.w1, out=grad_rows[rows])  # (M, d)
@@ -123,7 +124,7 @@ def _expert_gradients(
     grads: tuple[Tensor | None, ...], weights: Tensor,
     x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
 ) -> None:  # fmt: skip
-    """Fill one expert's gradients, in the order of `Experts.tensors`; x and g are weighted."""
+    """Write one expert's gradients, in the order of `Experts.tensors`; x and g are weighted."""
     w1, v1, w2, b1, bv, b2 = grads
     for weight, left, right in ((w1, da, x), (w2, h, g), (v1, db, x)):
         if weight is not None and weight.dtype == x.dtype:
@@ -138,13 +139,13 @@ def _expert_gradients(
 
 
 def _add_product(y: Tensor | None, x: Tensor, a: Tensor | None, b: Tensor | None) -> None:
-    """Add (x a^T) b^T to y, of an adapter's a (r, in) and b (out, r), where there is one."""
+    """Add (x a^T) b^T to y for an adapter with a (r, in) and b (out, r), if there is one."""
     if y is not None and a is not None and b is not None:
         y += torch.mm(torch.mm(x, a.T), b.T)
 
 
 def _add_gradient(dx: Tensor, dy: Tensor, a: Tensor | None, b: Tensor | None) -> None:
-    """Add dy b a to dx, the gradient of an adapter's rows."""
+    """Add dy b a to dx, the gradient of an adapter's input, if there is one."""
     if a is not None and b is not None:
         dx += torch.mm(torch.mm(dy, b), a)
 
@@ -153,7 +154,7 @@ def _adapter_gradients(
     grads: LowRankExperts, low: LowRankExperts,
     x: Tensor, g: Tensor, h: Tensor, da: Tensor, db: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the gradients of one expert's adapters; x and g are weighted."""
+    """Write the gradients of one expert's adapters; x and g are weighted."""
     pairs = ((x, da, *low[0:2], *grads[0:2]), (x, db, *low[2:4], *grads[2:4]))
     for rows, dy, a, b, grad_a, grad_b in (*pairs, (h, g, *low[4:6], *grads[4:6])):
         if a is not None and b is not None and grad_a is not None and grad_b is not None:
@@ -162,7 +163,7 @@ def _adapter_gradients(
 
 
 def _zero_unused(grads: tuple[Tensor | None, ...], routing: SortedRows) -> None:
-    """The gradients of experts without rows."""
+    """Set the gradients of experts without rows to zero."""
     counts = torch.diff(routing.ends, prepend=routing.ends.new_zeros(1))
     for e in (counts == 0).nonzero().flatten().tolist():
         for grad in grads:
@@ -171,7 +172,7 @@ def _zero_unused(grads: tuple[Tensor | None, ...], routing: SortedRows) -> None:
 
 
 def _segments(routing: SortedRows, dtype: torch.dtype) -> Iterator[tuple[int, int, slice]]:
-    """Experts that have rows, how many, and where they and their padding are."""
+    """Yield expert, number of rows, and slice including padding of each expert with rows."""
     start = 0
     for e, end in enumerate(routing.ends.tolist()):
         if end > start:
@@ -180,7 +181,7 @@ def _segments(routing: SortedRows, dtype: torch.dtype) -> Iterator[tuple[int, in
 
 
 def _padded(count: int, dtype: torch.dtype) -> int:
-    """Rows of a product of `count`, where products are compiled: 16 numbers an octave at most."""
+    """Return a padded row count: at most 16 different ones between n and 2 n."""
     if not _is_compiled(dtype):
         return count
     step = min(PADDING, 1 << max(0, count.bit_length() - 5))
@@ -188,31 +189,31 @@ def _padded(count: int, dtype: torch.dtype) -> int:
 
 
 def _is_compiled(dtype: torch.dtype) -> bool:
-    """Whether a CPU's products are compiled for every shape that they meet: oneDNN's are."""
+    """Return whether matmuls are compiled per shape on a CPU, as oneDNN does."""
     return dtype.itemsize <= 2
 
 
 def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
-    """The first dimension of what `forward` keeps of N rows: the last segment is padded, too."""
+    """Return the number of rows that `forward` saves for N rows, including padding."""
     return n_rows + (PADDING if _is_compiled(dtype) else 0)
 
 
 def _tokens(routing: SortedRows, top_k: int, n_rows: int) -> Tensor:
-    """Token (n_rows,) of each sorted row and of what pads them."""
+    """Return (n_rows,), the token of each sorted row, including padding."""
     return F.pad(routing.order // top_k, (0, n_rows - routing.order.shape[0]))
 
 
 def _row_weights(weights: Tensor, routing: SortedRows, n_rows: int) -> Tensor:
-    """Router's weight (n_rows, 1) of each sorted row and of what pads them.
+    """Return (n_rows, 1), the router weight of each sorted row, including padding.
 
-    They come in the rows' dtype: an operation on two dtypes writes out what it reads in the wider.
+    The result has the rows' dtype: an operation on two dtypes would first write a wider copy.
     """
     row_weights = weights.flatten().index_select(0, routing.order)
     return F.pad(row_weights, (0, n_rows - routing.order.shape[0]))[:, None]
 
 
 def _sum_choices(rows: Tensor, routing: SortedRows, weights: Tensor) -> Tensor:
-    """(T, d), the sum of each token's k rows times their weights (T, k), which are rounded."""
+    """Return (T, d), the sum of each token's k rows times their weights (T, k), rounded."""
     places = routing.inverse.view_as(weights)
     return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
@@ -225,10 +226,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) 
 def _glu_backward(
     dh: Tensor, a: Tensor, b: Tensor | None, act: Activation, inner: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Recompute h and turn dh (M, f), the gradient of h, into others.
+    """Recompute h, and compute the gradients that follow from dh (M, f), the gradient of h.
 
-    `inner` (M,) becomes <dh, h>, the gradient of the router's weights; dh's memory the gradient of
-    b. Returns h and the gradient of a.
+    Writes <dh, h>, the gradient of the router weights, to `inner` (M,), and the gradient of b to
+    the memory of dh. Returns h and the gradient of a.
     """
     s = act.function(a)
     h = s if b is None else s * b

@@ -1,22 +1,24 @@
-"""Rows of tokens on their way to experts that other processes hold, and back; none is dropped.
+"""Exchange of tokens with experts on other ranks (expert parallelism); no token is dropped.
 
-`models/moe.py` makes a `TokenExchange` for each layer and forward pass, and calls its methods in
-order. What is sent is waited for as late as can be: counts travel while rows are gathered, rows
-while the shared expert computes, and the rows that come back while the router's statistics are
-counted. The backward pass sends gradients along the same ways, and waits for them as late.
+Entry point: `TokenExchange`, one per layer and forward pass, whose methods `models/moe.py` calls in
+order. Communication overlaps with compute: row counts are sent while rows are gathered, rows while
+the shared expert computes, and rows that return while the router's statistics are computed. The
+backward pass sends gradients along the same routes and overlaps in the same way.
 
-Every process of the group takes part in every message, also one that has no rows, or gets none.
-The host waits for the device once a layer: for the counts, which say how long messages are.
+Every rank of the group takes part in every collective, even without rows to send or receive. The
+host waits for the device once per layer, for the row counts, which are the sizes of the
+collectives.
 
-A layer's messages, of N = tokens * top_k rows of width D that one process sends and as many that it
-gets back (it receives those of the others, M rows; M = N in the mean):
+Communication of a layer, for N = tokens * top_k rows of width D that a rank sends and gets back (it
+receives M rows of other ranks; M = N on average):
 
     forward    E int64 counts; N D to the experts; N D back      2 N D values and 8 E bytes
     backward   N D of gradients to the experts; N D back         2 N D values
 
-in the dtype of the tokens (autocast's where it is on): 4 N D * bytes a layer and microbatch, of
-which (P - 1) / P leave the process where tokens go evenly to all P of the group. Recomputation of
-whole blocks sends the forward pass's messages again; selective checkpointing keeps what came.
+The dtype is that of the tokens (autocast's if it is enabled). This is 4 N D * bytes per layer and
+microbatch, of which (P - 1) / P leave the rank if tokens are balanced over the P ranks of the
+group. Full activation checkpointing repeats the forward pass's communication; selective
+checkpointing saves the received rows.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from llmfoundry.ops.torch_private import start_all_to_all, wait
 
 
 class TokenExchange:
-    """One layer's rows: sent as it is made, then `arrived`, `send_back` and `combined`, in order.
+    """Exchange of one layer: sends when created, then `arrived`, `send_back`, `combined`, in order.
 
     Args:
-        x: (T, D), tokens to route: no padding; T may be 0.
-        experts: (T, k), int64: k different experts of a token, each below `n_experts`.
-        n_experts: E, of all processes together; each has E / P, expert after expert.
-        group: the P processes.
+        x: (T, D), tokens to route, without padding; T may be 0.
+        experts: (T, k), int64: k different experts per token, each below `n_experts`.
+        n_experts: E, number of experts on all ranks; each rank has E / P consecutive ones.
+        group: the P ranks.
     """
 
     def __init__(
@@ -63,24 +65,24 @@ class TokenExchange:
         self._rows = _Start.apply(rows, self._there)
 
     def arrived(self) -> tuple[Tensor, Tensor]:
-        """Wait for the rows (M, D), process after process, and the expert here of each: (M, 1)."""
+        """Wait for the rows (M, D), ordered by source rank, and their local experts (M, 1)."""
         rows = _Finish.apply(self._rows, self._there)
         return rows, self._experts[:, None]
 
     def send_back(self, rows: Tensor) -> None:
-        """Start what experts made of the rows (M, D) on their way home."""
+        """Start to send the experts' outputs (M, D) back."""
         self._rows = _Start.apply(rows, self._back)
 
     def combined(self, weights: Tensor) -> Tensor:
-        """Wait for them; the sum of each token's rows times the router's weights (T, k): (T, D)."""
+        """Wait for the outputs; return (T, D), each token's rows summed with weights (T, k)."""
         rows = _Finish.apply(self._rows, self._back)  # (N, D)
         return _Combined.apply(rows, weights, self._order, self._inverse)
 
 
 def _lengths(mine: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
-    """Rows that go to each process and that come from it, of counts (P, E / P) each.
+    """Return the rows sent to and received from each rank, for counts (P, E / P) each.
 
-    The one wait for the device.
+    This is the only wait for the device.
     """
     sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
     return sent, received
@@ -88,14 +90,14 @@ def _lengths(mine: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
 
 @dataclass
 class _Way:
-    """One message of a layer: how many rows go to each process, and how many come.
+    """One exchange of rows.
 
     Attributes:
-        received: rows from each process, in order.
-        sent: rows to each.
-        group: they.
-        gradient: on its way back, which `_Finish` starts and `_Start` waits for. It has as many
-            rows as were sent: as a gradient of what came it could not pass from one to the other.
+        received: rows from each rank, in order.
+        sent: rows to each rank.
+        group: the ranks.
+        gradient: the gradient that `_Finish` starts to send and `_Start` waits for. It has as many
+            rows as were sent, so autograd could not pass it as the gradient of the received rows.
     """
 
     received: list[int]
@@ -105,7 +107,7 @@ class _Way:
 
 
 class _Start(torch.autograd.Function):
-    """Begin to send rows; nobody may read the result before `_Finish`."""
+    """Start to send rows. The result must not be read before `_Finish`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
@@ -119,7 +121,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Wait for what `_Start` sent; the gradient sets out here, and is waited for there."""
+    """Wait for the rows of `_Start`. In the backward pass start to send the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
@@ -130,13 +132,13 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         way = ctx.way
         way.gradient = start_all_to_all(grads[0].contiguous(), way.sent, way.received, way.group)
-        return grads[0], None  # `_Start` looks at way.gradient alone
+        return grads[0], None  # `_Start` uses only way.gradient
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows (N, D) of tokens (T, D), sorted by expert; backward a sum, in the same order each time.
+    """Gather rows (N, D) of tokens (T, D), sorted by expert, with a deterministic backward pass.
 
-    index_select's own backward pass adds up by atomics.
+    The backward pass of index_select uses atomics.
     """
 
     @staticmethod

@@ -1,12 +1,10 @@
-"""The experts of a layer, the rows that visit them, and the steps between products, in PyTorch.
+"""Experts of a layer, routing of rows to them, and the steps between matmuls, in PyTorch.
 
-A (token, choice) pair is a row; rows of one expert stand together, in the order of their tokens, so
-that each expert reads one segment. `mixture.py` sorts once a layer. Nothing here waits for the
-device: counts stay on it.
-
-`gpu.py` takes the memory-bound steps (`gather` to `combine`) where Triton does not run;
-`triton_kernels.py` has the same functions as kernels of one pass each, and its tests compare them
-with these.
+Entry points: `Experts`, `route`, and the memory-bound steps `gather` to `combine`. A row is a
+(token, choice) pair. Rows are sorted by expert, in the order of their tokens, so that each expert
+reads one segment; `mixture.py` sorts once per layer. Nothing waits for the device, because row
+counts stay on it. `gpu.py` uses these steps where Triton does not run; `triton_kernels.py` has the
+same functions as kernels with one pass each.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 
 
 class LowRankExperts(NamedTuple):
-    """What adapters add to each expert's weights, their scale in b; None where there is no adapter.
+    """Low-rank adapters of each expert's weights, with their scale in b; None: no adapter.
 
-    The product of a row x with w1 becomes x w1^T + (x a^T) b^T; v1's is alike. Of w2, which is not
-    transposed, h w2 becomes h w2 + (h a^T) b^T. No sum of a weight and b a is ever built.
+    For w1 and v1 the result for a row x becomes x w1^T + (x a^T) b^T. For w2, which is not
+    transposed, h w2 becomes h w2 + (h a^T) b^T. The sum of a weight and b a is never materialized.
 
     Attributes:
         w1_a, w1_b: (E, r, d) and (E, f, r).
@@ -44,11 +42,11 @@ class LowRankExperts(NamedTuple):
     w2_b: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LowRankExperts:
-        """The same with every tensor changed."""
+        """Return the adapters with a function applied to every tensor."""
         return LowRankExperts(*(None if t is None else change(t) for t in self))
 
     def of(self, e: int) -> LowRankExperts:
-        """One expert's, without the first dimension."""
+        """Return the adapters of one expert, without the first dimension."""
         return self.map(lambda stacked: stacked[e])
 
 
@@ -59,19 +57,19 @@ NO_ADAPTERS = LowRankExperts()
 class Experts:
     """E feed-forward layers: act(x w1^T) w2, or with a gate (act(x w1^T) * x v1^T) w2.
 
-    Weights are stacked as megablocks and DBRX store them, w2 not transposed. Frozen ones may be
-    quantized, expert by expert: then each is uint8 (E, packing.nbytes), and has no gradient.
+    Weights are stacked as in megablocks and DBRX; w2 is not transposed. Frozen weights may be
+    quantized per expert: each tensor is then uint8 (E, packing.nbytes) and has no gradient.
 
     Attributes:
-        w1: (E, f, d), the gate; of an MLP the up projection.
-        v1: (E, f, d), the up projection beside a gate; None: an MLP.
+        w1: (E, f, d), the gate; in an MLP the up projection.
+        v1: (E, f, d), the up projection of a GLU; None: an MLP.
         w2: (E, f, d), the down projection.
         b1: (E, f) or None.
         bv: (E, f) or None.
         b2: (E, d) or None.
-        activation: name and arguments, as `activations.to_text` writes them.
-        low: their adapters.
-        packing: of one expert's matrix in its bytes; None: they are not quantized.
+        activation: name and arguments, in the format of `activations.to_text`.
+        low: adapters.
+        packing: byte layout of one expert's matrix; None: not quantized.
     """
 
     w1: Tensor
@@ -86,7 +84,7 @@ class Experts:
 
     @property
     def act(self) -> Activation:
-        """The activation and its derivative."""
+        """Activation and its derivative."""
         return from_text(self.activation)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -94,11 +92,11 @@ class Experts:
         return self.w1, self.v1, self.w2, self.b1, self.bv, self.b2
 
     def every(self) -> tuple[Tensor | None, ...]:
-        """The same, and the adapters."""
+        """Weights, biases and adapters."""
         return *self.tensors(), *self.low
 
     def flat(self) -> tuple[list[Tensor], str]:
-        """The tensors that are there, and a text of all else: what a custom operator takes."""
+        """Return the tensors that are set, and a text of the rest, for custom operators."""
         names = (*EXPERT_FIELDS, *LowRankExperts._fields)
         there = {n: t for n, t in zip(names, self.every(), strict=True) if t is not None}
         packing = self.packing
@@ -107,14 +105,14 @@ class Experts:
 
     @staticmethod
     def from_flat(tensors: Sequence[Tensor], how: str) -> Experts:
-        """What `flat` was made of."""
+        """Return the experts from the result of `flat`."""
         names, activation, packing = read_how(how)
         there = dict(zip(names, tensors, strict=True))
         own: dict[str, Any] = {name: there.pop(name, None) for name in EXPERT_FIELDS}
         return Experts(**own, activation=activation, low=LowRankExperts(**there), packing=packing)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Experts:
-        """The same experts with every tensor changed."""
+        """Return the experts with a function applied to every tensor."""
 
         def maybe(x: Tensor | None) -> Tensor | None:
             return None if x is None else change(x)
@@ -131,11 +129,11 @@ class Experts:
         )
 
     def hidden(self, d: int) -> int:
-        """f, with tokens of width d."""
+        """Return f, for tokens of width d."""
         return self.w1.shape[1] if self.packing is None else self.packing.values // d
 
     def matrix(self, stacked: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-        """w1, v1 or w2 in `dtype`: of all experts (E, f, d), or of one that was picked (f, d)."""
+        """Return w1, v1 or w2 in `dtype`: of all experts (E, f, d), or of a single one (f, d)."""
         if self.packing is None:
             return stacked.to(dtype)
         shape, double = (self.hidden(d), d), self.packing.double
@@ -147,11 +145,11 @@ class Experts:
         return out
 
     def one(self, e: int, d: int, dtype: torch.dtype) -> Experts:
-        """One expert in `dtype`, its matrices (f, d), all without the first dimension."""
+        """Return one expert in `dtype`, with matrices (f, d), without the first dimension."""
         return self.map(lambda stacked: stacked[e]).dense(d, dtype)
 
     def dense(self, d: int, dtype: torch.dtype) -> Experts:
-        """The same in `dtype`, not quantized."""
+        """Return the experts in `dtype`, dequantized."""
 
         def change(tensor: Tensor) -> Tensor:
             is_bytes = not tensor.is_floating_point()
@@ -165,7 +163,7 @@ EXPERT_FIELDS = ("w1", "v1", "w2", "b1", "bv", "b2")
 
 @lru_cache
 def read_how(how: str) -> tuple[tuple[str, ...], str, Nf4Layout | None]:
-    """Names of the tensors, activation and packing, of what `Experts.flat` writes."""
+    """Return tensor names, activation and byte layout from the text of `Experts.flat`."""
     names, activation, packed = how.split("|")
     packing = None
     if packed:
@@ -175,11 +173,11 @@ def read_how(how: str) -> tuple[tuple[str, ...], str, Nf4Layout | None]:
 
 
 class SavedActivations(NamedTuple):
-    """Pre-activations of all N = T * k rows, for the backward pass; on a CPU padded behind them.
+    """Pre-activations of all N = T * k rows, saved for the backward pass; on a CPU with padding.
 
     Attributes:
-        gate: (N, f), x w1^T + b1; (N, 0) where no backward pass is to come.
-        up: the same of v1; no rows for an MLP.
+        gate: (N, f), x w1^T + b1; (N, 0) without a backward pass.
+        up: the same for v1; no rows in an MLP.
     """
 
     gate: Tensor
@@ -187,13 +185,13 @@ class SavedActivations(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass gives.
+    """Result of a backward pass.
 
     Attributes:
         x: (T, d).
         weights: (T, k).
-        experts: in the order of `Experts.tensors`; None where a weight is absent or frozen.
-        low: of the adapters; None where there is none.
+        experts: in the order of `Experts.tensors`; None: the weight is absent or frozen.
+        low: gradients of the adapters; None: no adapter.
     """
 
     x: Tensor
@@ -203,12 +201,12 @@ class Gradients(NamedTuple):
 
 
 class SortedRows(NamedTuple):
-    """The rows of a layer, N = T * k of them. Integers are 32-bit: they are saved for backward.
+    """Sorted rows of a layer, N = T * k. Integers are 32-bit, as they are saved for backward.
 
     Attributes:
-        order: (N,) the pair t * k + choice that stands in each sorted row.
-        inverse: (N,) the sorted row of each pair.
-        ends: (E,) where each expert's segment ends: what grouped_mm takes as `offs`.
+        order: (N,), the pair t * k + choice of each sorted row.
+        inverse: (N,), the sorted row of each pair.
+        ends: (E,), end of each expert's segment: the argument `offs` of grouped_mm.
     """
 
     order: Tensor
@@ -222,20 +220,20 @@ def route(experts: Tensor, n_experts: int) -> SortedRows:
     by_expert, order = flat.sort(stable=True)
     inverse = torch.empty_like(flat)
     rows = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
-    inverse[order] = rows  # each place once: deterministic
-    # ends from the sorted experts: bincount would wait for the device
+    inverse[order] = rows  # each index occurs once: deterministic
+    # ends from the sorted experts: bincount would synchronize
     number = torch.arange(n_experts, dtype=torch.int32, device=flat.device)
     ends = torch.searchsorted(by_expert, number, right=True, out_int32=True)
     return SortedRows(order.to(torch.int32), inverse, ends)
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Rows (N, d) of tokens x (T, d): row i is the token of pair order[i], N = T * top_k."""
+    """Return rows (N, d) of tokens x (T, d): row i is the token of pair order[i], N = T * top_k."""
     return x.index_select(0, order // top_k)
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
-    """act(a) * b, of (N, f) each; without b act(a)."""
+    """Return act(a) * b, (N, f) each, or act(a) if b is None."""
     s = from_text(activation).function(a)
     return s if b is None else s * b
 
@@ -243,19 +241,21 @@ def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
 def glu_backward(
     dh: Tensor, a: Tensor, b: Tensor | None, weights: Tensor, order: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What follows from dh (N, f), the gradient of the unweighted h = act(a) * b.
+    """Return the gradients that follow from dh (N, f), the gradient of the unweighted h.
+
+    Here h = act(a) * b, or act(a).
 
     Args:
-        dh: gradient of h as if every router's weight were one.
+        dh: gradient of h as if every router weight were one.
         a: (N, f).
         b: (N, f) or None.
-        weights: (T, k), the router's.
+        weights: (T, k), router weights.
         order: (N,), the pair of each row.
-        activation: as `activations.to_text` writes it.
+        activation: in the format of `activations.to_text`.
 
     Returns:
-        h times its weight (N, f); the gradients of a and b, the weight applied (N, f); <dh, h>, the
-        gradient of the router's weights (T, k).
+        Weighted h (N, f); gradients of a and b with the weight applied, (N, f); <dh, h>, the
+        gradient of the router weights (T, k).
     """
     act, weight = from_text(activation), weights.flatten()[order][:, None]
     s = act.function(a)
@@ -270,12 +270,12 @@ def glu_backward(
 def combine(
     rows: Tensor, inverse: Tensor, weights: Tensor | None, top_k: int, more: Tensor | None = None
 ) -> Tensor:
-    """Sum over its choices of each token's rows, (T, d), accumulated in fp32 or wider.
+    """Return (T, d), each token's rows summed over its choices, in fp32 or wider.
 
     Args:
         rows: (N, d).
         inverse: (N,), the row of each pair t * top_k + choice.
-        weights: (T, k), factors of the rows; None: one.
+        weights: (T, k), factors of the rows; None: 1.
         top_k: choices of a token.
         more: (N, d), added to the rows.
     """
@@ -301,11 +301,11 @@ def combine_backward(
         order: (N,), the pair of each row.
 
     Returns:
-        Of the rows (N, d), in their dtype; of the weights (T, k).
+        Gradients of the rows (N, d), in their dtype, and of the weights (T, k).
     """
     grad_rows = gather(grad, order, weights.shape[1])
     grad_weights = row_dots(grad_rows, rows, order, weights)
-    grad_rows *= weights.flatten()[order][:, None]  # in place: no (N, d) copy in fp32
+    grad_rows *= weights.flatten()[order][:, None]  # in place, without an (N, d) copy in fp32
     return grad_rows, grad_weights
 
 
@@ -316,5 +316,5 @@ def row_dots(a: Tensor, b: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         (T, k): the dot product of each pair's row.
     """
     dots = torch.empty_like(weights).flatten()
-    dots[order] = (a.to(weights.dtype) * b).sum(-1)  # each place once: deterministic
+    dots[order] = (a.to(weights.dtype) * b).sum(-1)  # each index occurs once: deterministic
     return dots.view_as(weights)

@@ -1,11 +1,12 @@
-"""The mixture of experts on an accelerator: grouped matrix products over all experts at once.
+"""Mixture of experts on an accelerator: grouped matmuls over all experts at once.
 
-`mixture.py` calls it. Nothing waits for the device: row counts stay there, as grouped_mm's
-offsets. Between the products stand four memory-bound steps, kernels of `triton_kernels.py` on CUDA.
+Entry points: `forward` and `backward`, for `mixture.py`. Row counts stay on the device, as offsets
+of grouped_mm, so that the host never waits. Four memory-bound steps connect the matmuls; on CUDA
+they are kernels of `triton_kernels.py`.
 
-grouped_mm's traps, all met here: offsets in int32; no rows behind the last offset (their results
-would be uninitialised); contiguous operands; no fp64; rows of a multiple of 16 bytes
-(`mixture.refusal` names the sizes).
+Requirements of grouped_mm: offsets in int32; no rows after the last offset (their results would be
+uninitialized); contiguous operands; no fp64; row sizes in multiples of 16 bytes (`mixture.refusal`
+names the sizes).
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from llmfoundry.ops.moe.experts import (
     SortedRows,
 )
 
-ONES = 8  # columns of ones that sum rows by expert; fewer are not a multiple of 16 bytes
+ONES = 8  # columns of ones for sums by expert; fewer are not a multiple of 16 bytes
 
 
 def forward(
     x: Tensor, weights: Tensor, routing: SortedRows, w: Experts, *, keep: bool
 ) -> tuple[Tensor, SavedActivations]:
-    """Output (T, d), and the pre-activations where they are to be kept; as `cpu.forward`."""
+    """Return the output (T, d), and the pre-activations if they are saved; see `cpu.forward`."""
     steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
     rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
-    # Two products, not one over concatenated weights: copying w1 and v1 each step moves more bytes
-    # than reading the rows twice where experts are large, and checkpoints know two names.
+    # Two matmuls, not one with concatenated weights: copying w1 and v1 in each step moves more
+    # bytes than reading the rows twice if experts are large, and checkpoints have two tensors.
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantized one, while it is used
     a = _linear(rows, whole(w.w1), w.b1, ends)  # (N, f), as b and h
     b = None if w.v1 is None else _linear(rows, whole(w.v1), w.bv, ends)
@@ -70,7 +71,7 @@ def backward(
     *,
     frozen: bool,
 ) -> Gradients:
-    """All gradients from that of the output, grad (T, d); as `cpu.backward`."""
+    """Return all gradients from that of the output, grad (T, d); see `cpu.backward`."""
     steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
     whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
     a, b = kept.gate, None if w.v1 is None else kept.up
@@ -109,14 +110,14 @@ def backward(
 
 
 def kept_rows(n_rows: int, dtype: torch.dtype) -> int:
-    """The first dimension of what `forward` keeps of N rows."""
+    """Return the number of rows that `forward` saves for N rows."""
     return n_rows
 
 
 def steps_of(device: torch.device) -> Any:
-    """Triton's kernels where they run, PyTorch's functions elsewhere.
+    """Return the module of Triton kernels on CUDA, else that of PyTorch functions.
 
-    Where they are planned for, PyTorch's, each of which counts as the kernel that it stands for.
+    If a GPU is planned for, these are PyTorch functions, each of which counts as one kernel.
     """
     what = planned()
     if what is not None and what.kind == "cuda":
@@ -144,7 +145,7 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> 
 def _add_product(
     y: Tensor | None, x: Tensor, a: Tensor | None, b: Tensor | None, ends: Tensor
 ) -> None:
-    """Add (x a^T) b^T to y by expert, of adapters a (E, r, in) and b (E, out, r)."""
+    """Add (x a^T) b^T to y by expert, for adapters a (E, r, in) and b (E, out, r)."""
     if y is not None and a is not None and b is not None:
         inner = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
         y += F.grouped_mm(inner, b.transpose(1, 2), offs=ends)
@@ -153,7 +154,7 @@ def _add_product(
 def _add_gradient(
     dx: Tensor, dy: Tensor | None, a: Tensor | None, b: Tensor | None, ends: Tensor
 ) -> None:
-    """Add dy b a to dx by expert, the gradient of an adapter's rows."""
+    """Add dy b a to dx by expert, the gradient of an adapter's input."""
     if dy is not None and a is not None and b is not None:
         dx += F.grouped_mm(F.grouped_mm(dy, b, offs=ends), a, offs=ends)
 
@@ -162,7 +163,7 @@ def _adapter_gradients(
     low: LowRankExperts, rows: Tensor, g: Tensor, h: Tensor,
     da: Tensor, db: Tensor | None, ends: Tensor,
 ) -> LowRankExperts:  # fmt: skip
-    """Gradients of the adapters; h, da and db have the router's weight, rows and g do not."""
+    """Return the gradients of adapters; h, da and db have the router weight, rows and g do not."""
     grads: list[Tensor | None] = []
     pairs = ((rows, da, *low[0:2]), (rows, db, *low[2:4]), (h, g, *low[4:6]))
     for x, dy, a, b in pairs:
@@ -176,21 +177,21 @@ def _adapter_gradients(
 
 
 def _weight_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """(E, n, m), left^T right over each expert's rows of left (N, n) and right (N, m)."""
+    """Return (E, n, m), left^T right of each expert's rows of left (N, n) and right (N, m)."""
     product = F.grouped_mm(left.T, right, offs=ends)
     if left.is_cuda and torch.cuda.get_device_capability(left.device)[0] >= 10:
-        # Blackwell leaves an expert without rows uninitialised (pytorch issue 172439)
+        # on Blackwell, experts without rows are uninitialized (pytorch issue 172439)
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         product.masked_fill_(empty[:, None, None], 0)
     return product
 
 
 def _sums(rows: Tensor, ends: Tensor) -> Tensor:
-    """(E, n), the sum of each expert's rows (N, n), as a product with ones: no atomics."""
+    """Return (E, n), the sum of each expert's rows (N, n), by a matmul with ones: no atomics."""
     return _weight_gradient(rows, rows.new_ones(rows.shape[0], ONES), ends)[..., 0].contiguous()
 
 
 def _experts(ends: Tensor, rows: Tensor) -> Tensor:
-    """(N,), the expert of each sorted row."""
+    """Return (N,), the expert of each sorted row."""
     number = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, number, right=True)

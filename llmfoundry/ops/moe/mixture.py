@@ -1,13 +1,13 @@
-"""A dropless mixture of experts: one fast operator, a slow reference, megablocks, and what picks.
+"""Dropless mixture of experts: a fast operator, a slow reference, megablocks, and their selection.
 
-`models/moe.py` calls `mixture` with the router's choice. Every token visits all of its k experts,
-whatever their load; y_t is the sum over its choices of weight * expert(x_t).
+Entry point: `mixture`, which `models/moe.py` calls with the routing. Every token is processed by
+all of its k experts, whatever their load: y_t is the sum over its choices of weight * expert(x_t).
 
-The default, `grouped`, is one differentiable operator whose backward pass is written by hand. It
-saves its input, the pre-activations and the routing, and nothing else: activations are recomputed,
-and the gradient of the router's weights comes from the experts' own products, <dy w2^T, h>, without
-the experts' outputs (Guo et al., 2025, SonicMoE). It is a custom operator of PyTorch, so that
-torch.compile takes it whole, in every dtype.
+The default, `grouped`, is one differentiable operator with a handwritten backward pass. It saves
+only its input, the pre-activations and the routing. Activations are recomputed, and the gradient of
+the router weights is <dy w2^T, h>, from a matmul that is needed anyway, so that outputs of experts
+are not saved (Guo et al., 2025, SonicMoE). It is a custom operator of PyTorch, so that
+torch.compile does not trace into it, in any dtype.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from llmfoundry.ops.moe.experts import (
     route,
 )
 
-RANKS = 8  # an adapter's rank on an accelerator is a multiple of it: 16 bytes of bfloat16
-MEGABLOCKS = ("megablocks", "megablocks_ops", "grouped_gemm")  # packages that it is
-ROW_BYTES = 16  # grouped_mm's strides on an accelerator are multiples of it
+RANKS = 8  # adapters are padded to multiples of this rank on an accelerator: 16 bytes of bfloat16
+MEGABLOCKS = ("megablocks", "megablocks_ops", "grouped_gemm")  # packages that it consists of
+ROW_BYTES = 16  # strides of grouped_mm on an accelerator must be multiples of it
 
 
 def mixture(
@@ -49,15 +49,15 @@ def mixture(
     *,
     impl: str,
 ) -> Tensor:
-    """Send each token through its experts and add up what they say, (T, d).
+    """Process each token by its experts and return the weighted sum of their outputs, (T, d).
 
-    Under autocast the tokens and the experts are cast to its dtype and the output stays in it, as a
-    linear layer's does; the router's weights stay as they are.
+    Under autocast tokens and experts are cast to its dtype, and the output has this dtype, as for a
+    linear layer; router weights are not cast.
 
     Args:
-        x: (T, d), tokens to route: no padding.
-        weights: (T, k), the router's, in fp32 (fp64 beside an x in fp64).
-        experts: (T, k), int64: k different experts of a token, each below E.
+        x: (T, d), tokens to route, without padding.
+        weights: (T, k), router weights in fp32 (fp64 if x is fp64).
+        experts: (T, k), int64: k different experts per token, each below E.
         w: the experts.
         impl: `torch` (the reference), `grouped_mm`, or `megablocks`; see `refusal`.
     """
@@ -68,23 +68,23 @@ def mixture(
         w = replace(w, low=_whole_strides(w.low))
     if not has_autocast(device):
         return multiply(x, weights, experts, w)
-    dtype = torch.get_autocast_dtype(device)  # grouped_mm does not know of it
+    dtype = torch.get_autocast_dtype(device)  # autocast does not cast for grouped_mm
     x = x.to(dtype)
-    if kind_of(x.device) != "cpu" or impl != "grouped_mm":  # which casts an expert at a time there
+    if kind_of(x.device) != "cpu" or impl != "grouped_mm":  # a CPU casts one expert at a time
         w = w.map(lambda stacked: stacked.to(dtype) if stacked.is_floating_point() else stacked)
     with torch.autocast(device, enabled=False):
         return multiply(x, weights, experts, w)
 
 
 def refusal(impl: str, device: str, dtype: torch.dtype, d: int, f: int) -> str | None:
-    """Why a backend cannot serve, and what to write instead; None if it can.
+    """Return why a backend does not support a case, and what to write instead; None: it does.
 
     Args:
         impl: a name of IMPLS.
-        device: `cpu`, `cuda`, ...
-        dtype: of the matrix products: autocast's where it is on.
+        device: device type.
+        dtype: dtype of matmuls: autocast's if it is enabled.
         d: width of a token.
-        f: inner width of an expert.
+        f: hidden width of an expert.
     """
     if impl == "torch" or (impl == "grouped_mm" and device == "cpu"):
         return None
@@ -105,7 +105,7 @@ def refusal(impl: str, device: str, dtype: torch.dtype, d: int, f: int) -> str |
 
 
 def _missing_megablocks(dtype: torch.dtype) -> str | None:
-    """Why megablocks cannot serve on CUDA, and what to write instead; None if it can."""
+    """Return why megablocks does not run on CUDA, and what to write instead; None: it does."""
     if dtype != torch.bfloat16:
         return "megablocks multiplies in bfloat16 alone; write grouped_mm"
     absent = [name for name in MEGABLOCKS if find_spec(name) is None]
@@ -118,7 +118,7 @@ def _missing_megablocks(dtype: torch.dtype) -> str | None:
 
 
 def reference(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
-    """One expert after another over its segment of the sorted rows, by plain autograd."""
+    """Compute one expert after another on its segment of the sorted rows, with autograd."""
     top_k = experts.shape[1]
     order, inverse, ends = route(experts, w.w1.shape[0])
     what = planned()
@@ -160,10 +160,10 @@ def _expert(
 
 
 def megablocks(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
-    """The mixture by megablocks' gather and scatter and grouped_gemm's products, to compare with.
+    """Compute the mixture with megablocks' gather and scatter and grouped_gemm, for comparison.
 
-    It is never a dependency: megablocks 0.10 is built from source against the torch that it pins,
-    for a GPU, and its kernels ask the host for the row counts.
+    megablocks is not a dependency: version 0.10 is built from source for a GPU, against the torch
+    version that it pins, and its kernels synchronize to read the row counts.
     """
     from grouped_gemm.ops import gmm
     from megablocks import ops
@@ -183,7 +183,7 @@ def megablocks(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tenso
 
 
 def _whole_strides(low: LowRankExperts) -> LowRankExperts:
-    """The same adapters, of a rank that grouped_mm takes in every dtype: zeros are added."""
+    """Return the adapters with their rank padded by zeros to one that grouped_mm supports."""
 
     def padded(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if a is None or b is None or a.shape[1] % RANKS == 0:
@@ -198,7 +198,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-FORWARD = (  # written out: what PyTorch infers from annotations differs by its version and Python's
+FORWARD = (  # explicit, because the schema that PyTorch infers depends on versions
     "(Tensor x, Tensor weights, Tensor experts, Tensor[] w, str how, bool keep)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -210,7 +210,7 @@ Shape = Sequence[int]
 
 
 def grouped(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor:
-    """The mixture of x (T, d), weights and experts (T, k): (T, d). See `mixture`."""
+    """Return the mixture (T, d) of x (T, d), weights and experts (T, k); see `mixture`."""
     tensors, how = w.flat()
     inputs = (x, weights, *tensors)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
@@ -225,7 +225,7 @@ def _run_forward(
     how: str,
     keep: bool,
 ) -> tuple[Tensor, ...]:
-    """Output; what is kept of gate and up; order, inverse and ends."""
+    """Return the output, the saved gate and up, and order, inverse and ends of the routing."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     x, weights = x.contiguous(), weights.contiguous()
     routing = route(experts, layer.w1.shape[0])
@@ -242,7 +242,7 @@ def _run_backward(
     how: str,
     frozen: bool,
 ) -> list[Tensor]:
-    """Gradients of x, weights and the experts' tensors; empty for those that have none."""
+    """Return the gradients of x, weights and the experts' tensors; empty if not needed."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     (gate, up, *routing), path = kept, _path(x.device)
     found = path.backward(
@@ -269,7 +269,7 @@ BODIES: dict[Any, Callable[..., Any]] = {
     torch.ops.llmfoundry.moe_forward.default: _run_forward,
     torch.ops.llmfoundry.moe_backward.default: _run_backward,
 }
-"""What the operators are made of, for `plan/meter.py` to look into."""
+"""Functions that the operators consist of, which `plan/meter.py` traces into."""
 
 
 def _path(device: torch.device) -> ModuleType:
@@ -323,18 +323,18 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) ->
     x, weights, _, w, ctx.how, _ = inputs
     _, gate, up, *routing = output
     ctx.names, _, _ = read_how(ctx.how)
-    wanted = any(ctx.needs_input_grad[3 : 3 + len(w)])  # the list's, one by one
+    wanted = any(ctx.needs_input_grad[3 : 3 + len(w)])  # one entry per tensor of the list
     if not wanted and not set(ctx.names) & set(LowRankExperts._fields):
-        x = x.new_empty(0, x.shape[1])  # frozen experts do not ask for their input again
+        x = x.new_empty(0, x.shape[1])  # the backward pass of frozen experts does not need x
     ctx.save_for_backward(x, weights, gate, up, *routing, *w)
-    ctx.set_materialize_grads(False)  # what is kept has no gradient
+    ctx.set_materialize_grads(False)  # saved tensors have no gradient
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    wants = ctx.needs_input_grad  # the fourth is a list, and so is its gradient
+    wants = ctx.needs_input_grad  # the fourth entry is a list, and so is its gradient
     if grad is None:
         return None, None, None, [None] * len(ctx.names), None, None
-    x, weights, *rest = ctx.saved_tensors  # once: recomputation gives them once
+    x, weights, *rest = ctx.saved_tensors  # read once: recomputation provides them once
     kept, w = rest[:5], rest[5:]
     adapters = LowRankExperts._fields
     each = zip(ctx.names, wants[3], strict=True)
@@ -353,7 +353,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 def _flops(
     x: Shape, weights: Shape, experts: Shape, w: Sequence[Shape], how: str, *_: Any, **__: Any
 ) -> int:
-    """Two a multiply-add, of T * k rows through each matrix and each adapter."""
+    """Return the FLOPs of T * k rows in each matrix and each adapter; a multiply-add is two."""
     matrices, adapters = _values(w, how)
     return 2 * experts[0] * experts[1] * (matrices + adapters)
 
@@ -363,13 +363,13 @@ def _backward_flops(
     grad: Shape, x: Shape, weights: Shape, kept: Any, w: Sequence[Shape], how: str, frozen: bool,
     **_: Any,
 ) -> int:  # fmt: skip
-    """Gradients of the rows and, unless frozen, of the matrices."""
+    """Return the FLOPs of the gradients of rows and, unless frozen, of matrices."""
     matrices, adapters = _values(w, how)
     return 2 * weights[0] * weights[1] * (matrices * (1 if frozen else 2) + 2 * adapters)
 
 
 def _values(w: Sequence[Shape], how: str) -> tuple[int, int]:
-    """Numbers of one expert's matrices, and of its adapters, from the stacks' shapes."""
+    """Return the number of values of an expert's matrices, and of its adapters."""
     names, _, packing = read_how(how)
     shapes = dict(zip(names, w, strict=True))
     values = math.prod(shapes["w1"][1:]) if packing is None else packing.values

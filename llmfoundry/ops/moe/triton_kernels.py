@@ -1,8 +1,8 @@
-"""The memory-bound steps of the mixture of experts as Triton kernels of one pass each.
+"""Memory-bound steps of the mixture of experts as Triton kernels with one pass each.
 
-The functions are those of `experts.py`, which say what they do; `gpu.py` takes these on CUDA. All
-arithmetic is in fp32. A program handles one row or one token and walks along it, so that sums along
-a row need no atomics and every run gives the same bits.
+The functions are documented in `experts.py`; `gpu.py` calls these versions on CUDA. All arithmetic
+is in fp32. A program processes one row or one token and iterates along it, so that sums along a row
+need no atomics and every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llmfoundry.ops.moe import experts as plain_steps
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the rest take `plain_steps`
-WIDTH = 1024  # values of a row that a program holds at a time
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # others use `plain_steps`
+WIDTH = 1024  # values of a row that a program loads at a time
 WARPS = 4
 
 
@@ -26,7 +26,7 @@ def _act(
     a: tl.tensor,
     ACT: tl.constexpr,
 ) -> tl.tensor:
-    """The activation, of fp32."""
+    """Return the activation of fp32 values."""
     if ACT == "silu":
         return a * tl.sigmoid(a)
     elif ACT == "gelu":
@@ -34,7 +34,7 @@ def _act(
     elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 is sigmoid(2 u)
         return a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
     else:
-        return tl.where(a < 0.0, 0.0, a)  # a maximum loses NaN on a GPU
+        return tl.where(a < 0.0, 0.0, a)  # tl.maximum would not propagate NaN
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _slope(
     a: tl.tensor,
     ACT: tl.constexpr,
 ) -> tl.tensor:
-    """The activation's derivative, of fp32."""
+    """Return the derivative of the activation of fp32 values."""
     if ACT == "silu":
         s = tl.sigmoid(a)
         return s * (1.0 + a * (1.0 - s))
@@ -65,7 +65,7 @@ def gather_kernel(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Row i of out (N, D) is row order[i] // K of x."""
+    """Write row order[i] // K of x to row i of out (N, D)."""
     row = tl.program_id(0).to(tl.int64)
     token = (tl.load(order + row) // K).to(tl.int64)
     for start in range(0, D, WIDTH):
@@ -84,7 +84,7 @@ def glu_kernel(
     GATED: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Row i of h (N, F) is act(a) * b, or act(a)."""
+    """Write act(a) * b, or act(a), to row i of h (N, F)."""
     row = tl.program_id(0).to(tl.int64)
     for start in range(0, F, WIDTH):
         column = start + tl.arange(0, WIDTH)
@@ -111,7 +111,7 @@ def glu_backward_kernel(
     GATED: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Recompute h, apply the router's weight, and leave the weight's gradient in `inner`."""
+    """Recompute h, apply the router weight, and write the weight's gradient to `inner`."""
     row = tl.program_id(0).to(tl.int64)
     pair = tl.load(order + row).to(tl.int64)
     weight = tl.load(weights + pair).to(tl.float32)
@@ -147,7 +147,7 @@ def combine_kernel(
     MORE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Row t of out (T, D) is the sum of the K rows of token t, each times its weight."""
+    """Write the weighted sum of the K rows of token t to row t of out (T, D)."""
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, D, WIDTH):
         column = start + tl.arange(0, WIDTH)
@@ -176,7 +176,7 @@ def combine_backward_kernel(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Row i of out (N, D): the gradient of its token times its weight, whose own is in `inner`."""
+    """Write the weighted gradient of a token to row i of out; the weight's gradient to `inner`."""
     row = tl.program_id(0).to(tl.int64)
     pair = tl.load(order + row).to(tl.int64)
     token = pair // K
@@ -251,7 +251,7 @@ def combine_backward(
 
 
 def _launch(kernel: Any, rows: Tensor, *arguments: Any, **constants: Any) -> None:
-    """One program for each of `rows`, on the device of these."""
+    """Launch one program for each of `rows`, on their device."""
     if rows.shape[0] == 0:
         return
     with torch.cuda.device_of(rows):
