@@ -171,25 +171,25 @@ class TensorFiles:
         # list the values that this rank writes
         planner = _Planner()
         planner.set_up_planner(state, is_coordinator=self._mailbox.is_main)
-        own = own_names(planner.state_dict, self._mailbox.world)
+        local_names = own_names(planner.state_dict, self._mailbox.world)
         planner.state_dict = as_block_tensors(planner.state_dict, stacked)
         form = _form(planner)
         if self._listed is None or self._listed[0] != form:
-            self._listed = form, self._list(planner, own)
+            self._listed = form, self._list(planner, local_names)
         part = self._listed[1]
         if not copy:
             return StagedTensors(form, part, planner)
 
         # copy the tensors; `resolve_data` serializes the other values
-        found = {item.index: planner.resolve_data(item) for item in part.items}
-        tensors = {index: value for index, value in found.items() if isinstance(value, Tensor)}
+        values = {item.index: planner.resolve_data(item) for item in part.items}
+        tensors = {index: value for index, value in values.items() if isinstance(value, Tensor)}
         copies = self._staging.copy(list(tensors.values()))
-        found |= dict(zip(tensors, copies.tensors, strict=True))
-        return StagedTensors(form, part, _Copied(planner, found), copies)
+        values |= dict(zip(tensors, copies.tensors, strict=True))
+        return StagedTensors(form, part, _Copied(planner, values), copies)
 
-    def _list(self, planner: DefaultSavePlanner, own: Collection[str]) -> SavePlan:
-        """Return the local plan for the values named in `own`, which this rank writes."""
-        written = {name: value for name, value in planner.state_dict.items() if name in own}
+    def _list(self, planner: DefaultSavePlanner, local_names: Collection[str]) -> SavePlan:
+        """Return the local plan for the values named in `local_names`, which this rank writes."""
+        written = {name: value for name, value in planner.state_dict.items() if name in local_names}
         is_main = self._mailbox.is_main
         plan = create_default_local_save_plan(written, is_main)
         # names are the same everywhere
@@ -205,8 +205,8 @@ class TensorFiles:
             CollectiveError: writing failed on some rank; on every rank.
         """
         writer = FilesWriter(folder)
-        kept = self._plan is not None and self._plan.form == staged.form
-        if self._mailbox.all_true(kept):
+        is_unchanged = self._plan is not None and self._plan.form == staged.form
+        if self._mailbox.all_true(is_unchanged):
             assert self._plan is not None
             self._write_as_before(folder, staged, self._plan, writer)
             return writer.files
@@ -253,10 +253,10 @@ class _Copied(DefaultSavePlanner):
     """Planner that returns the copies of a plan's items."""
 
     def __init__(
-        self, planner: DefaultSavePlanner, found: Mapping[MetadataIndex, Tensor | io.BytesIO]
+        self, planner: DefaultSavePlanner, copies: Mapping[MetadataIndex, Tensor | io.BytesIO]
     ) -> None:
         super().__init__()
-        self.mappings, self._found = planner.mappings, found
+        self.mappings, self._found = planner.mappings, copies
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         return self._found[write_item.index]
@@ -605,10 +605,10 @@ class Staging:
 
         Copies from a GPU continue after the return. Copies from the host are complete.
         """
-        kept = [source.detach() for source in sources]
-        tensors = self._places(kept)
-        on_gpu = [pair for pair in zip(tensors, kept, strict=True) if pair[1].is_cuda]
-        for place, source in zip(tensors, kept, strict=True):
+        detached = [source.detach() for source in sources]
+        tensors = self._places(detached)
+        on_gpu = [pair for pair in zip(tensors, detached, strict=True) if pair[1].is_cuda]
+        for place, source in zip(tensors, detached, strict=True):
             if not source.is_cuda:
                 place.copy_(source)
         if not on_gpu:
@@ -620,7 +620,7 @@ class Staging:
                 place.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return HostCopies(tensors, done, kept)
+        return HostCopies(tensors, done, detached)
 
     def _places(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return contiguous tensors of these shapes and dtypes in the buffer, one storage each."""

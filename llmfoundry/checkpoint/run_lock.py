@@ -205,9 +205,9 @@ class Lease:
 
 def _parsed(text: str) -> dict[str, object]:
     with suppress(ValueError):
-        found = parse_json(text)
-        if isinstance(found, dict):
-            return found
+        facts = parse_json(text)
+        if isinstance(facts, dict):
+            return facts
     return {}
 
 

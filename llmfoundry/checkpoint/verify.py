@@ -152,15 +152,15 @@ def find_damage(
         return None
     for _ in range(2):
         storage.fetch(folder, {name: size for name, (size, _) in files.items()}, world)
-        found = _compare(checkpoint, {name: crc for name, (_, crc) in files.items()}, world)
-        if not found:
+        damaged = _compare(checkpoint, {name: crc for name, (_, crc) in files.items()}, world)
+        if not damaged:
             return None
-        if isinstance(found, str):
-            return found
+        if isinstance(damaged, str):
+            return damaged
         # A local copy may be damaged rather than the file in the store: download it once more.
-        if not any(all_gather_object(world, storage.drop_copies(folder, found))):
+        if not any(all_gather_object(world, storage.drop_copies(folder, damaged))):
             break
-    return f"its file {found[0]} is damaged (checksum)"
+    return f"its file {damaged[0]} is damaged (checksum)"
 
 
 class _Found(NamedTuple):
@@ -179,9 +179,11 @@ class _Found(NamedTuple):
 
 def _compare(checkpoint: Checkpoint, crcs: Mapping[str, int], world: World) -> list[str] | str:
     """Return the damaged files, or why a file cannot be read; every rank reads its own files."""
-    own = {n: crc for n, crc in crcs.items() if max(0, writer_of(n)) % world.size == world.rank}
+    local_crcs = {
+        n: crc for n, crc in crcs.items() if max(0, writer_of(n)) % world.size == world.rank
+    }
     n_threads = min(_THREADS, checkpoint.storage.reading_threads(cores() // local_size()))
-    reading = _Reading(checkpoint, own, n_threads)
+    reading = _Reading(checkpoint, local_crcs, n_threads)
 
     def all_done(done: bool) -> bool:
         return bool(all_reduce_min(world, int(done)))
@@ -189,15 +191,15 @@ def _compare(checkpoint: Checkpoint, crcs: Mapping[str, int], world: World) -> l
     limit = world.timeout.total_seconds() if world.size > 1 else float("inf")
     result = with_keepalive(partial(reading.result, limit), all_done, world.timeout)()
     every = all_gather_object(world, result)
-    for rank, found in enumerate(every):
-        if found.hangs:
+    for rank, result in enumerate(every):
+        if result.hangs:
             raise RunFailure(
-                f"parallel.dist_timeout: rank {rank} {found.problem}: its disk or network hangs or"
+                f"parallel.dist_timeout: rank {rank} {result.problem}: its disk or network hangs or"
                 " is slow; look at that machine, or write a larger parallel.dist_timeout"
             )
-        if found.problem is not None:
-            return found.problem
-    damaged = {name for found in every for name in found.damaged}
+        if result.problem is not None:
+            return result.problem
+    damaged = {name for result in every for name in result.damaged}
     return [name for name in crcs if name in damaged]
 
 

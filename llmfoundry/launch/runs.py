@@ -277,8 +277,8 @@ def _trained_seconds(path: Path) -> float:
     for line, place in _new_lines(path, before):
         if place.end == len(line):  # the first line: the file is read from its start
             total = last = 0.0
-        if found := _TRAINED.search(line):
-            value = float(found[1])
+        if match := _TRAINED.search(line):
+            value = float(match[1])
             total, last = total + growth(last, value), value
     _trained[path] = place, total, last
     return total

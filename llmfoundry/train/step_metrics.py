@@ -47,8 +47,8 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         parts = self._host.split([self._like[name][0].numel() for name in self._order])
-        found = dict(zip(self._order, parts, strict=True))
-        return {n: found[n].view(shape).to(kind) for n, (shape, kind) in self._like.items()}
+        values = dict(zip(self._order, parts, strict=True))
+        return {n: values[n].view(shape).to(kind) for n, (shape, kind) in self._like.items()}
 
 
 class LoggedStep:
@@ -120,16 +120,16 @@ class LoggedStep:
         losses = {
             name: x / steps if steps else math.nan for name, x in zip(names, sums, strict=False)
         }
-        found = {
+        metrics = {
             **{f"loss/train/{name}": loss for name, loss in losses.items()},
             "l2_norm/grad/global": self._values["norm"].item(),
             **objective.metrics(reported),
         }
         if objective.is_cross_entropy:
             language = losses.get("loss", losses["total"])
-            found["metrics/train/bits_per_byte"] = language / math.log(2) / bytes_per_token
+            metrics["metrics/train/bits_per_byte"] = language / math.log(2) / bytes_per_token
         waited = {name: self._values[f"metric {name}"].item() for name in self._measured}
-        return found | self._known | waited
+        return metrics | self._known | waited
 
 
 class LossWindow:
@@ -199,11 +199,11 @@ def routing_metrics(routing: Routing, *, choices: int) -> dict[str, float]:
     )
     names = ("load_max", "load_min", "load_std", "router_entropy")
     columns = torch.cat([over_all[:, None], layers], dim=1).T.tolist()
-    found = {"moe/dropped_tokens": choices * len(load) - load.sum().item()}
+    metrics = {"moe/dropped_tokens": choices * len(load) - load.sum().item()}
     for index, column in enumerate(columns):
         layer = f"layer_{index - 1:02d}/" if index else ""
-        found |= {f"moe/{layer}{name}": v for name, v in zip(names, column, strict=True)}
-    return found
+        metrics |= {f"moe/{layer}{name}": v for name, v in zip(names, column, strict=True)}
+    return metrics
 
 
 def _spread(relative: Tensor) -> Tensor:
