@@ -5,53 +5,68 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.model_layout import ModelLayout, join_layout
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, lead, open_model
 from llmfoundry.builders.registry import find_address
-from llmfoundry.distributed.process_group import World, join
+from llmfoundry.data.text.chat_template import ChatTemplate
+from llmfoundry.distributed.local_ranks import with_local_ranks
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import enough_memory
-from llmfoundry.inference.decoder_slots import first_process, stream_tokens
 from llmfoundry.inference.engine import SlotEngine, check_length, stream
 from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import Conversation, stream_text
-from llmfoundry.recipe.after_training import ChatRecipe, GenerateRecipe, SamplingRecipe
-from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.recipe.after_training import ChatRecipe, SamplingRecipe, GenerateRecipe
 from llmfoundry.terminal import shown_on
 
 
 def generate(recipe: GenerateRecipe) -> None:
     """Print prompt and continuation, or the answer to a message, on stdout."""
     recipe.fill()
-    with join(ParallelConfig()) as world:
-        opened = open_drawn(recipe, world)
-        if recipe.message is not None:
-            pieces = open_conversation(recipe, opened).ask(recipe.message)
-        else:
-            pieces = _continue(recipe, opened)
-        for piece in pieces:
-            print(shown_on(sys.stdout, piece), end="", flush=True)
-        print()
+    with with_local_ranks(recipe.parallel), join_layout(recipe.parallel) as (world, layout):
+        opened = open_drawn(recipe, world, layout)
+        template = chosen_template(recipe, opened) if recipe.message is not None else None
+
+        def speak(model: LoadedModel) -> None:
+            if recipe.message is not None:
+                pieces = open_conversation(recipe, opened, model, template).ask(recipe.message)
+            else:
+                pieces = _continue(recipe, opened, model)
+            for piece in pieces:
+                print(shown_on(sys.stdout, piece), end="", flush=True)
+            print()
+
+        lead(load_drawn(opened), world, speak)
 
 
-def open_drawn(recipe: SamplingRecipe, world: World) -> OpenedModel:
+def open_drawn(recipe: SamplingRecipe, world: World, layout: ModelLayout) -> OpenedModel:
     """The model that a recipe asks; what it has to say goes to stderr."""
     assert recipe.checkpoint is not None
     uri = recipe.registry.uri
-    name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=_to_stderr)
-    return open_model(name, world, note=_to_stderr, precision=recipe.precision)
+    note = _to_stderr if world.is_main else _ignore
+    name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=note)
+    return open_model(name, world, note=note, precision=recipe.precision, layout=layout)
 
 
-def open_conversation(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) -> Conversation:
-    """A conversation with the model, in which nothing was said.
+def chosen_template(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) -> ChatTemplate:
+    """Return the chat template of a recipe.
 
     Raises:
-        UserError: the model has no chat template, or not the one that is asked for.
+        UserError: the model has no chat template, or not the requested one.
     """
     tokenizer, choice = opened.tokenizer, recipe.chat_template
-    template = tokenizer.chat if choice is None else tokenizer.chat_by(choice, key="chat_template")
-    drawer = Drawer(recipe, _loaded(opened))
+    return tokenizer.chat if choice is None else tokenizer.chat_by(choice, key="chat_template")
+
+
+def open_conversation(
+    recipe: GenerateRecipe | ChatRecipe,
+    opened: OpenedModel,
+    model: LoadedModel,
+    template: ChatTemplate | None,
+) -> Conversation:
+    """Return an empty conversation with a model."""
     return Conversation(
-        tokenizer,
-        drawer.draw,
+        opened.tokenizer,
+        Drawer(recipe, model).draw,
         window=opened.window,
         max_new_tokens=recipe.max_new_tokens,
         template=template,
@@ -77,13 +92,7 @@ class Drawer:
         how = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, seed=recipe.seed)
         request = SequenceRequest(tuple(prompt_ids), max_new_tokens, how, model.end_ids)
         if not recipe.kv_cache and model.root is not None:
-            return stream_tokens(
-                model.root,
-                request,
-                device=model.device,
-                autocast=model.autocast,
-                n_tokens=model.n_tokens,
-            )
+            return model.stream_without_cache(request)
         length = len(prompt_ids) + max_new_tokens
         with enough_memory(
             f"max_new_tokens: keys and values of {length} tokens do not fit; write fewer"
@@ -97,23 +106,20 @@ class Drawer:
         if self._engine is None or self._engine.length < length:
             length = max(length, 2 * (self._engine.length if self._engine else 0))
             self._engine = None  # before the next takes memory
-            if self._recipe.kv_cache:
-                self._engine = model.engine(slots=1, length=length)
-            else:
-                rows = model.slot_model(slots=1, length=length, way="anew")
-                self._engine = SlotEngine(rows, agree=first_process(model.device))
+            way = None if self._recipe.kv_cache else "anew"
+            self._engine = model.engine(slots=1, length=length, way=way)
         return self._engine
 
 
-def _continue(recipe: GenerateRecipe, opened: OpenedModel) -> Iterator[str]:
-    tokenizer, loaded = opened.tokenizer, _loaded(opened)
+def _continue(recipe: GenerateRecipe, opened: OpenedModel, model: LoadedModel) -> Iterator[str]:
     ids = opened.prompt_ids(recipe.prompt)
-    tokens = Drawer(recipe, loaded).draw(ids, recipe.max_new_tokens)
+    tokens = Drawer(recipe, model).draw(ids, recipe.max_new_tokens)
     yield recipe.prompt
-    yield from stream_text(tokens, tokenizer.decode, prompt=ids)
+    yield from stream_text(tokens, opened.tokenizer.decode, prompt=ids)
 
 
-def _loaded(opened: OpenedModel) -> LoadedModel:
+def load_drawn(opened: OpenedModel) -> LoadedModel:
+    """Load the weights of a model; notes go to stderr."""
     loaded = opened.load()
     for line in loaded.notes:
         _to_stderr(line)
@@ -122,3 +128,7 @@ def _loaded(opened: OpenedModel) -> LoadedModel:
 
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def _ignore(text: str) -> None:
+    """Print nothing: rank 0 does."""

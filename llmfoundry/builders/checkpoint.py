@@ -141,7 +141,7 @@ def open_checkpoint(
                 f"{key}: {value} by {checkpoint}/recipe.yaml, but it was trained with {then};"
                 " set the variable that the recipe names to that"
             )
-    layout.check(recipe)
+    layout.check(recipe.model)
     root = build_root(recipe)
     loaded = LoadedCheckpoint(checkpoint, recipe, root.eval(), tokenizer, state, layout)
     return loaded, partial(_fill_loaded, loaded, world, note)

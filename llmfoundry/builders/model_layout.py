@@ -19,6 +19,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.decoder import Root
 from llmfoundry.plan.inference import inference_memory
+from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import ParallelConfig, ResolvedParallelConfig, limits
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
@@ -40,15 +41,15 @@ class ModelLayout:
         """Whether no rank holds the full model."""
         return self.meshes is not None and not self.meshes.degrees.is_replicas
 
-    def check(self, recipe: ResolvedTrainRecipe) -> None:
-        """Check that the model of a recipe can be sharded this way.
+    def check(self, model: ResolvedModelConfig) -> None:
+        """Check that a model can be sharded this way.
 
         Raises:
             UserError: a degree does not divide what it shards.
         """
         if self.meshes is None:
             return
-        problems = list(limits(recipe.model, self.config, self.meshes.degrees))
+        problems = list(limits(model, self.config, self.meshes.degrees))
         if problems:
             raise UserError(*problems)
 

@@ -7,8 +7,10 @@ computed by it; any other by transformers' own class. An adapter is merged into 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from llmfoundry.builders.adapter import check_base
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
 from llmfoundry.builders.model import build_autocast, served_precision, weight_dtype
+from llmfoundry.builders.model_layout import ModelLayout, full_model
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.distributed.process_group import World
@@ -27,9 +30,17 @@ from llmfoundry.hf.open_class import (
     load_config,
     open_hugging_face,
 )
-from llmfoundry.inference.decoder_slots import Autocast, DecoderSlots, first_process
+from llmfoundry.inference.decoder_slots import (
+    Autocast,
+    DecoderSlots,
+    first_process,
+    next_logits,
+    stream_tokens,
+)
 from llmfoundry.inference.engine import SlotEngine, SlotModel
 from llmfoundry.inference.hugging_face_slots import HuggingFaceSlots
+from llmfoundry.inference.leading_rank import END, OPEN, PASS, LeadingSlots, PassChannel, follow
+from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.models.adapter import merge_into
 from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
@@ -55,6 +66,8 @@ class LoadedModel:
         root: the decoder that computes it; None: transformers' own class does.
         hugging_face: transformers' object; None: the decoder computes it.
         notes: what a reader must know of how it is computed.
+        channel: of rank 0 of several ranks, which announces every forward pass; None: every rank
+            makes the same calls, or there is one process.
     """
 
     tokenizer: Tokenizer
@@ -66,6 +79,7 @@ class LoadedModel:
     root: Root | None = None
     hugging_face: Any = None
     notes: tuple[str, ...] = ()
+    channel: PassChannel | None = None
 
     @property
     def autocast(self) -> Autocast:
@@ -87,7 +101,9 @@ class LoadedModel:
                 autocast=autocast,
                 way=way,
             )
-        return DecoderSlots(
+        if self.channel is not None:
+            self.channel.send(OPEN, slots, length)
+        slot_model = DecoderSlots(
             self.root,
             slots=slots,
             length=length,
@@ -95,12 +111,31 @@ class LoadedModel:
             device=self.device,
             autocast=self.autocast,
         )
+        return slot_model if self.channel is None else LeadingSlots(self.channel, slot_model)
 
-    def engine(self, *, slots: int, length: int) -> SlotEngine:
+    def engine(self, *, slots: int, length: int, way: str | None = None) -> SlotEngine:
         """What is asked; see `slot_model`."""
-        return SlotEngine(
-            self.slot_model(slots=slots, length=length), agree=first_process(self.device)
+        agree = first_process(self.device) if self.channel is None else None
+        return SlotEngine(self.slot_model(slots=slots, length=length, way=way), agree=agree)
+
+    def stream_without_cache(self, request: SequenceRequest) -> Iterator[int]:
+        """Sample the tokens of one request without a KV cache; of the decoder only."""
+        assert self.root is not None
+        channel = self.channel
+        return stream_tokens(
+            self.root,
+            request,
+            device=self.device,
+            autocast=self.autocast,
+            n_tokens=self.n_tokens,
+            announce=None if channel is None else partial(channel.send, PASS),
         )
+
+    def follow(self, channel: PassChannel) -> None:
+        """Run every forward pass that rank 0 announces, until it ends."""
+        assert self.root is not None
+        run_pass = partial(next_logits, self.root, device=self.device, autocast=self.autocast)
+        follow(channel, lambda slots, length: self.slot_model(slots=slots, length=length), run_pass)
 
 
 @dataclass(frozen=True)
@@ -135,6 +170,28 @@ class OpenedModel:
         special = special_tokens(self.tokenizer, start=self.start)
         before = special.before if self.start is None else special.start
         return self.tokenizer.encode_prompt(text, start=before) or [special.prefix]
+
+
+def lead(model: LoadedModel, world: World, speak: Callable[[LoadedModel], None]) -> None:
+    """Call `speak` with the model on rank 0, while all other ranks run its forward passes.
+
+    Every rank calls it. Ctrl-C and SIGTERM are for rank 0.
+    """
+    if world.size == 1:
+        speak(model)
+        return
+    channel = PassChannel(world)
+    if not world.is_main:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        model.follow(channel)
+        return
+    try:
+        speak(replace(model, channel=channel))
+    except (UserError, KeyboardInterrupt):  # not in a forward pass, so the other ranks can end
+        channel.send(END)
+        raise
+    channel.send(END)
 
 
 def is_hugging_face(name: str) -> bool:
@@ -176,6 +233,7 @@ def open_model(
     note: Callable[[str], None],
     precision: str | None = None,
     seq_len: int | None = None,
+    layout: ModelLayout | None = None,
     depth: int = 0,
 ) -> OpenedModel:
     """The model that a name stands for, as `scripts/eval.py` takes names.
@@ -187,6 +245,7 @@ def open_model(
         note: reports what the user should know.
         precision: fp32, amp_bf16 or bf16; None: the run's own, of others fp32.
         seq_len: longest input in tokens; None: what the model reads at most.
+        layout: how the model is distributed over processes; None: this process holds all of it.
         depth: adapters that stand on this model.
 
     Raises:
@@ -197,7 +256,8 @@ def open_model(
             f"checkpoint: {name} is a server's address; write a model that is here, or"
             f" {HUGGING_FACE}OWNER/NAME"
         )
-    how: dict[str, Any] = {"note": note, "precision": precision}
+    layout = layout or full_model()
+    how: dict[str, Any] = {"note": note, "precision": precision, "layout": layout}
     if is_adapter(name):
         return _open_adapter(name, world, depth, seq_len=seq_len, **how)
     if is_hugging_face(name):
@@ -212,9 +272,18 @@ def open_model(
 
 
 def _open_run(
-    name: str, world: World, *, note: Callable[[str], None], precision: str | None
+    name: str,
+    world: World,
+    *,
+    note: Callable[[str], None],
+    precision: str | None,
+    layout: ModelLayout,
 ) -> OpenedModel:
-    loaded, fill = open_checkpoint(name, world, note=note, precision=precision)
+    loaded, fill = open_checkpoint(name, world, note=note, precision=precision, layout=layout)
+    if layout.is_sharded and isinstance(loaded.recipe.model, HFModelConfig):
+        raise _class_in_shards(name, "its run has model.name: hf_causal_lm")
+    if layout.is_sharded:
+        note(f"{name}: {layout.describe(loaded.recipe, loaded.root, world)}")
     window = loaded.recipe.model.max_seq_len
 
     def load() -> LoadedModel:
@@ -248,6 +317,7 @@ def _open_hugging_face(
     note: Callable[[str], None],
     precision: str | None,
     seq_len: int | None,
+    layout: ModelLayout,
 ) -> OpenedModel:
     import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
 
@@ -259,22 +329,35 @@ def _open_hugging_face(
     def load() -> LoadedModel:
         try:
             kind = served_precision(precision or "fp32", world, note)
-            return _by_decoder(opened, world, kind)
+            return _by_decoder(opened, world, kind, layout)
         except UserError as error:
+            if layout.is_sharded:
+                raise _class_in_shards(name, str(error)) from error
             return load_class(error.problems[0].partition(" (can be:")[0])
 
     start = document_start(opened.config)
-    return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load, load_class)
+    by_class = None if layout.is_sharded else load_class
+    return OpenedModel(name, opened.tokenizer, opened.seq_len, start, load, by_class)
 
 
-def _by_decoder(opened: OpenedHuggingFace, world: World, precision: str) -> LoadedModel:
+def _class_in_shards(name: str, reason: str) -> UserError:
+    return UserError(
+        f"parallel: {name} is not computed by the native decoder, and only that is sharded here"
+        f" ({reason}); remove parallel"
+    )
+
+
+def _by_decoder(
+    opened: OpenedHuggingFace, world: World, precision: str, layout: ModelLayout
+) -> LoadedModel:
     """A Hugging Face model computed by the decoder."""
     from llmfoundry.hf.read_folder import hf_folder, open_hf
 
     with open_hf(hf_folder(opened.name), note=lambda _: None) as found:
         with torch.device("meta"):
             root = Root(Decoder(found.config)).to(weight_dtype(precision))
-        root.to_empty(device=world.device)
+        layout.check(found.config)
+        layout.place(root, world, precision=precision)
         fill_model(root.model, found.state())
     return _loaded(
         opened,
@@ -344,6 +427,7 @@ def _open_adapter(
     note: Callable[[str], None],
     precision: str | None,
     seq_len: int | None,
+    layout: ModelLayout,
 ) -> OpenedModel:
     folder = Path(name).expanduser()
     if depth == _DEPTH:
@@ -354,6 +438,7 @@ def _open_adapter(
         note=note,
         precision=precision,
         seq_len=seq_len,
+        layout=layout,
         depth=depth + 1,
     )
     tokenizer, ends = base.tokenizer, {base.tokenizer.eos_id}

@@ -125,12 +125,14 @@ def stream_tokens(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     n_tokens: int | None = None,
+    announce: Callable[[Sequence[int]], None] | None = None,
 ) -> Iterator[int]:
     """Yield the tokens of one request, generated without a KV cache.
 
     Each token needs a forward pass over the full sequence. It is slow, and the reference that the
-    engine is compared with. With several ranks, all ranks call it with the same arguments, and
-    rank 0's sampled token is used on all of them.
+    engine is compared with. With several ranks, either all ranks call it with the same arguments,
+    and rank 0's sampled token is used on all of them; or rank 0 calls it with `announce`, and the
+    other ranks call `next_logits`.
 
     Args:
         root: the model's Root, bare or wrapped by DDP or FSDP.
@@ -138,32 +140,41 @@ def stream_tokens(
         device: device of the model.
         autocast: returns the autocast context of the forward pass.
         n_tokens: size of the tokenizer's vocabulary; ids beyond it are never sampled.
+        announce: called with the tokens of each forward pass before it.
 
     Raises:
         UserError: prompt and continuation are longer than the model's learned positions.
     """
     longest = longest_document(decoder_of(root).config)
     check_length(longest, len(request.prompt), request.max_new_tokens)
-    sampler, agree = Sampler(request.sampling), first_process(device)
-    tokens = torch.tensor([request.prompt], device=device)
+    sampler = Sampler(request.sampling)
+    agree = first_process(device) if announce is None else None
+    tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
-        token = sampler.draw(_next_logits(root, tokens, autocast)[:n_tokens])
+        if announce is not None:
+            announce(tokens)
+        logits = next_logits(root, tokens, device=device, autocast=autocast)
+        token = sampler.draw(logits[:n_tokens])
         if agree is not None:
             (token,) = agree([token])
         if token in request.stop_ids:
             return
         yield token
         sampler.count(token)
-        tokens = torch.cat([tokens, torch.tensor([[token]], device=device)], dim=1)
+        tokens.append(token)
 
 
 @torch.no_grad()  # not around the generator's loop: that would disable gradients in its caller
-def _next_logits(
-    root: nn.Module, tokens: Tensor, autocast: Callable[[], AbstractContextManager[None]]
+def next_logits(
+    root: nn.Module,
+    tokens: Sequence[int],
+    *,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:
-    """Return the logits (V,) after tokens (1, T), in fp32 on the CPU."""
+    """Return the logits (V,) after a sequence of tokens, in fp32 on the CPU."""
     with autocast():
-        return root(tokens, None, _last_logits).float().cpu()
+        return root(torch.tensor([tokens], device=device), None, _last_logits).float().cpu()
 
 
 def _last_logits(model: Decoder, hidden: Tensor) -> Tensor:

@@ -47,6 +47,17 @@ def _needs_checkpoint(checkpoint: str | None) -> Iterator[str]:
         yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
 
 
+def _one_model(parallel: ParallelConfig) -> Iterator[str]:
+    """Check the layout of a command whose ranks all serve the same requests."""
+    yield from parallel.check()
+    count = parallel.nproc_per_node or 1
+    if count > 1 and parallel.keeps_whole:
+        yield (
+            f"parallel.nproc_per_node: each of {count} processes would hold the full model; write"
+            " parallel=fsdp as well, or another degree"
+        )
+
+
 def _is_here(output: str | None) -> Iterator[str]:
     if output is not None and "://" in output:
         yield f"output: {output} is an address; write a folder of this machine"
@@ -199,6 +210,10 @@ class SamplingRecipe:
     kv_cache: bool = True
     """Cache keys and values of earlier tokens. false: recompute them for every token, which is
     slow."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Distribution of the model over processes (group parallel/), such as parallel=fsdp with
+    parallel.nproc_per_node=2. Unset: one process holds the full model. Settings of activations and
+    gradients have no effect."""
     registry: RegistryPlace = field(default_factory=RegistryPlace)
     """MLflow store for models:/NAME@alias."""
     plugins: list[str] = field(default_factory=list)
@@ -209,6 +224,7 @@ class SamplingRecipe:
         """Yield an error line for each problem."""
         yield from check_fields("", self)
         yield from _needs_checkpoint(self.checkpoint)
+        yield from _one_model(self.parallel)
 
     def fill(self) -> None:
         """Resolve defaults in place."""
@@ -296,6 +312,10 @@ class ServeRecipe:
     """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
     """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's template."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Distribution of the model over processes (group parallel/), such as parallel=fsdp with
+    parallel.nproc_per_node=2. Unset: one process holds the full model. Settings of activations and
+    gradients have no effect."""
     access_log: bool = False
     """Log client, path and status of each request on stderr."""
     registry: RegistryPlace = field(default_factory=RegistryPlace)
@@ -309,6 +329,7 @@ class ServeRecipe:
         yield from check_fields("", self)
         if self.checkpoint is None:
             yield "checkpoint: is required; write checkpoint=runs/NAME, a run's folder"
+        yield from _one_model(self.parallel)
         if not self.host or self.host != self.host.strip():
             yield "host: is no address; write 127.0.0.1 or 0.0.0.0"
         if self.model_name is not None and not self.model_name.strip():

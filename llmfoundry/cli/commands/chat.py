@@ -9,13 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from llmfoundry.api.generation import open_conversation, open_drawn
-from llmfoundry.distributed.process_group import join
+from llmfoundry.api.generation import (
+    chosen_template,
+    load_drawn,
+    open_conversation,
+    open_drawn,
+)
+from llmfoundry.builders.model_layout import join_layout
+from llmfoundry.builders.open_model import LoadedModel, lead
+from llmfoundry.distributed.local_ranks import with_local_ranks
 from llmfoundry.errors import UserError
 from llmfoundry.inference.text import Conversation
 from llmfoundry.recipe.after_training import ChatRecipe
 from llmfoundry.recipe.checks import nearest
-from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.terminal import shown_on
 
 HELP = """/reset        start over, with the same system message
@@ -28,16 +34,25 @@ HELP = """/reset        start over, with the same system message
 def chat(recipe: ChatRecipe) -> None:
     """Answer messages until there are no more."""
     recipe.fill()
-    with join(ParallelConfig()) as world:
-        conversation = open_conversation(recipe, open_drawn(recipe, world))
-        if sys.stdin.isatty():
-            _print(f"{recipe.checkpoint}; /help shows commands, Ctrl-C ends an answer")
-        for line in _lines():
-            if line.startswith("/"):
-                if not _command(line, conversation):
-                    return
-            elif line.strip():
-                _answer(line, conversation)
+    with with_local_ranks(recipe.parallel), join_layout(recipe.parallel) as (world, layout):
+        opened = open_drawn(recipe, world, layout)
+        template = chosen_template(recipe, opened)
+
+        def speak(model: LoadedModel) -> None:
+            _converse(recipe, open_conversation(recipe, opened, model, template))
+
+        lead(load_drawn(opened), world, speak)
+
+
+def _converse(recipe: ChatRecipe, conversation: Conversation) -> None:
+    if sys.stdin.isatty():
+        _print(f"{recipe.checkpoint}; /help shows commands, Ctrl-C ends an answer")
+    for line in _lines():
+        if line.startswith("/"):
+            if not _command(line, conversation):
+                return
+        elif line.strip():
+            _answer(line, conversation)
 
 
 def _lines() -> Iterator[str]:

@@ -6,17 +6,19 @@ import copy
 import signal
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
-from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.model_layout import join_layout
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, lead, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.process_group import join
+from llmfoundry.distributed.local_ranks import with_local_ranks
+from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, enough_memory, import_optional
 from llmfoundry.inference.serve.request_fields import ServedModel
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.after_training import ServeRecipe
-from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.redaction import OPTIONS, hide, public
 
 _CLOSING = 10  # seconds, once all is written or given up, for clients to read it
@@ -29,17 +31,25 @@ def serve(recipe: ServeRecipe) -> None:
     key = recipe.read_key()
     if key is not None:
         hide({OPTIONS: {"key": key}})
-    with join(ParallelConfig()) as world, _listen(recipe.host, recipe.port) as listener:
-        if world.size > 1:
-            raise UserError("scripts/serve.py is one process; start it without torchrun")
+    with (
+        with_local_ranks(recipe.parallel),
+        join_layout(recipe.parallel) as (world, layout),
+        _listener(recipe, world) as listener,
+    ):
+        if world.size > 1 and not layout.is_sharded:
+            raise UserError(
+                f"parallel: each of {world.size} processes would hold the full model; write"
+                " parallel=fsdp, or start one process"
+            )
         assert recipe.checkpoint is not None
+        note = _to_stderr if world.is_main else _ignore
         uri = recipe.registry.uri
-        name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=_to_stderr)
-        opened = open_model(name, world, note=_to_stderr, precision=recipe.precision)
+        name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=note)
+        opened = open_model(name, world, note=note, precision=recipe.precision, layout=layout)
         template, why = chat_template(recipe, opened.tokenizer)
         loaded = opened.load()
         for line in loaded.notes:
-            _to_stderr(line)
+            note(line)
         served = ServedModel(
             recipe.model_name or public(recipe.checkpoint),
             opened.tokenizer,
@@ -52,12 +62,17 @@ def serve(recipe: ServeRecipe) -> None:
             end_ids=loaded.end_ids,
             no_template=why,
         )
-        with enough_memory(
-            f"slots: keys and values of {recipe.slots} x {served.length} tokens do not fit; write"
-            " fewer slots, or a smaller max_seq_len"
-        ):
-            engine = loaded.engine(slots=recipe.slots, length=served.length)
-        run_server(recipe, served, EngineWorker(engine), listener, key)
+
+        def answer(model: LoadedModel) -> None:
+            with enough_memory(
+                f"slots: keys and values of {recipe.slots} x {served.length} tokens do not fit;"
+                " write fewer slots, or a smaller max_seq_len"
+            ):
+                engine = model.engine(slots=recipe.slots, length=served.length)
+            assert listener is not None, "of rank 0"
+            run_server(recipe, served, EngineWorker(engine), listener, key)
+
+        lead(loaded, world, answer)
 
 
 def chat_template(recipe: ServeRecipe, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, str]:
@@ -145,6 +160,11 @@ def run_server(
         raise worker.failure
 
 
+def _listener(recipe: ServeRecipe, world: World) -> AbstractContextManager[socket.socket | None]:
+    """Return the open socket of rank 0; None on all other ranks."""
+    return _listen(recipe.host, recipe.port) if world.is_main else nullcontext()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """An open socket.
 
@@ -163,3 +183,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _ignore(text: str) -> None:
+    """Print nothing: rank 0 does."""

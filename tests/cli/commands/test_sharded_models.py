@@ -1,19 +1,33 @@
 """Models distributed over processes: the scores and texts of eval, generate, chat and serve.
 
-Each layout is compared with a single process. The gauntlet has all kinds of tasks, and one of three
+Each layout is compared with a single process. The gauntlet has all kinds of tasks, and two of three
 rows, so that some of four ranks have none.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
+from llmfoundry.builders import model_layout
+from llmfoundry.distributed.process_group import World
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.after_training import ChatRecipe, EvalRecipe, GenerateRecipe
+from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.parallel import ParallelConfig
 from tests.tiny import run, write_recipe
+from tests.warm_scripts import on_ranks
 
 ROWS = {
     "times": [
@@ -28,49 +42,111 @@ TYPES = {
     "lines": "language_modeling",
     "say": "generation_task_with_answers",
 }
+BENCHMARKS = [{"name": label, "num_fewshot": int(label == "times")} for label in TYPES]
 GAUNTLET = {
     "icl_tasks": [
         {
             "label": label,
             "icl_task_type": kind,
-            "num_fewshot": [1 if label == "times" else 0],
+            "num_fewshot": [int(label == "times")],
             "dataset_uri": f"{label}.jsonl",
         }
         | ({"max_new_tokens": 5} if label == "say" else {})
         for label, kind in TYPES.items()
     ],
-    "eval_gauntlet": {
-        "categories": [{"name": "all", "benchmarks": [{"name": "times", "num_fewshot": 1}]}]
-    },
+    "eval_gauntlet": {"categories": [{"name": "all", "benchmarks": BENCHMARKS}]},
 }
-MODEL = ("model.n_heads=4", "model.vocab_size=300", "max_duration=2ba")
-FSDP = ("parallel=fsdp",)
+EXPERTS = (
+    "model.ffn_config={ffn_type: dmoe, mlp_type: glu, ffn_act_fn: silu, ffn_hidden_size: 16,"
+    " moe_num_experts: 4, moe_top_k: 2}"
+)
+MODELS = {
+    "dense": ("model.n_heads=4", "model.vocab_size=300"),
+    "experts": ("model.n_heads=4", "model.vocab_size=300", EXPERTS),
+}
+DEGREES = "data_parallel_shard", "tensor_parallel", "expert_parallel", "data_parallel_replicate"
+
+
+def degrees(shard: int = 1, tensor: int = 1, expert: int = 1, replicate: int = 1) -> list[str]:
+    """Return the overrides of a layout."""
+    sizes = zip(DEGREES, (shard, tensor, expert, replicate), strict=True)
+    return [f"parallel.{name}_degree={size}" for name, size in sizes]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a small dense model, a gauntlet, and the scores of one process."""
+    """Runs of small models, and a gauntlet."""
     folder = tmp_path_factory.mktemp("sharded")
     write_recipe(folder)
     (folder / "gauntlet.yaml").write_text(yaml.safe_dump(GAUNTLET))
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("train.py", "tiny.yaml", "run_name=dense", *MODEL, cwd=folder)
-    evaluate(folder, "dense")
+    for name, words in MODELS.items():
+        run("train.py", "tiny.yaml", f"run_name={name}", "max_duration=2ba", *words, cwd=folder)
     return folder
 
 
-def evaluate(folder: Path, name: str, *words: str, processes: int = 1) -> Path:
-    """Evaluate a run on so many processes; return the folder of the results."""
-    output = folder / "-".join([name, str(processes), *words]).replace("/", "-")
-    arguments = ("eval.gauntlet=gauntlet.yaml", f"output={output}", *words)
-    done = run("eval.py", f"runs/{name}", *arguments, cwd=folder, processes=processes)
-    assert ("on each of" in done.stdout) == bool(words), "the start names a sharded layout"
-    return output
+Job = tuple[str, list[str]]
+"""A command (eval, generate or chat) with its words."""
+
+
+def commands(rank: int, size: int, folder: Path, meeting_place: str, jobs: Sequence[Job]) -> None:
+    """Run commands one after another on a rank; write what each printed, or its error."""
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    torch.set_num_threads(1)
+    if size > 1:
+        meeting = f"file://{meeting_place}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+
+    @contextmanager
+    def joined(config: ParallelConfig) -> Iterator[World]:
+        yield World(rank, size, rank, torch.device("cpu"))
+
+    model_layout.join = joined  # type: ignore[assignment]
+    printed = [_printed(command, words) for command, words in jobs]
+    (folder / f"printed-{size}-{rank}.json").write_text(json.dumps(printed))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def _printed(command: str, words: list[str]) -> str:
+    from llmfoundry.api.examine import evaluate
+    from llmfoundry.api.generation import generate
+    from llmfoundry.cli.commands.chat import chat
+
+    actions: dict[str, tuple[Any, Any]] = {
+        "eval": (EvalRecipe, evaluate),
+        "generate": (GenerateRecipe, generate),
+        "chat": (ChatRecipe, chat),
+    }
+    recipe_type, action = actions[command]
+    sys.stdin = io.StringIO("hi\n/reset\nyo\n")
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            action(checked(recipe_type, None, words))
+    except UserError as error:
+        return str(error)
+    return out.getvalue()
+
+
+def run_jobs(folder: Path, size: int, jobs: Sequence[Job]) -> list[list[str]]:
+    """Run commands on so many ranks; return what each rank printed."""
+    meeting_place = str(folder / f"meeting-{len(list(folder.glob('meeting*')))}")
+    on_ranks(commands, (size, folder, meeting_place, jobs), size)
+    files = [folder / f"printed-{size}-{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def evaluation(name: str, output: str, *words: str) -> Job:
+    """Return the job that evaluates a run."""
+    common = ["eval.gauntlet=gauntlet.yaml", f"output={output}", "precision=fp32"]
+    return "eval", [f"checkpoint=runs/{name}", *common, *words]
 
 
 def results(output: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The metrics and the rows of an evaluation."""
+    """Return the metrics and the rows of an evaluation."""
     metrics = json.loads((output / "results.json").read_text())["metrics"]
     rows = [json.loads(line) for line in (output / "rows.jsonl").read_text().splitlines()]
     return metrics, rows
@@ -86,5 +162,79 @@ def assert_same_scores(output: Path, expected: Path) -> None:
         assert row == pytest.approx(expected_row, abs=1e-5)
 
 
-def test_an_evaluation_under_fsdp_has_the_scores_of_one_process(folder: Path) -> None:
-    assert_same_scores(evaluate(folder, "dense", *FSDP, processes=2), folder / "dense-1")
+GENERATE = ["prompt=line 3", "max_new_tokens=12", "temperature=1.0", "precision=fp32"]
+CHAT = ["chat_template=zephyr", "max_new_tokens=6", "temperature=0", "precision=fp32"]
+
+
+def texts(name: str, *words: str) -> list[Job]:
+    """Return the jobs that generate with a run: with and without a KV cache, and a conversation."""
+    checkpoint = f"checkpoint=runs/{name}"
+    return [
+        ("generate", [checkpoint, *GENERATE, *words]),
+        ("generate", [checkpoint, *GENERATE, "kv_cache=false", *words]),
+        ("chat", [checkpoint, *CHAT, *words]),
+    ]
+
+
+def check(folder: Path, size: int, layouts: Sequence[tuple[str, list[str]]], *prompts: str) -> None:
+    """Compare evaluation and generation in each layout (run, overrides) with one process."""
+    names = sorted({name for name, _ in layouts})
+    alone: list[Job] = []
+    for name in names:
+        alone += [
+            evaluation(name, f"one/{name}/{way}", f"eval.icl_prompts={way}") for way in prompts
+        ]
+        alone += texts(name)
+    (printed_alone,) = run_jobs(folder, 1, alone)
+    per_model = len(prompts) + 3
+    expected = {
+        name: printed_alone[i * per_model + len(prompts) : (i + 1) * per_model]
+        for i, name in enumerate(names)
+    }
+    jobs: list[Job] = []
+    for number, (name, words) in enumerate(layouts):
+        for way in prompts:
+            output = f"ranks/{size}/{number}/{way}"
+            jobs.append(evaluation(name, output, f"eval.icl_prompts={way}", *words))
+        jobs += texts(name, *words)
+    first, *others = run_jobs(folder, size, jobs)
+    for number, (name, words) in enumerate(layouts):
+        for way in prompts:
+            assert_same_scores(
+                folder / f"ranks/{size}/{number}/{way}", folder / f"one/{name}/{way}"
+            )
+        mine = slice(number * per_model + len(prompts), (number + 1) * per_model)
+        assert first[mine] == expected[name], words
+        assert all(not any(printed[mine]) for printed in others), "rank 0 alone prints"
+        assert "on each of" in first[number * per_model], "the start names the layout"
+
+
+def test_two_ranks_give_the_scores_and_texts_of_one_process(folder: Path) -> None:
+    layouts = [("dense", degrees(shard=2)), ("experts", degrees(shard=2, expert=2))]
+    check(folder, 2, layouts, "native")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_layout_gives_the_scores_and_texts_of_one_process(folder: Path, size: int) -> None:
+    layouts = {
+        2: [
+            ("dense", degrees(shard=2)),
+            ("dense", degrees(tensor=2)),
+            ("experts", degrees(shard=2)),
+            ("experts", degrees(shard=2, expert=2)),
+            ("experts", degrees(tensor=2)),
+            ("experts", degrees(tensor=2, expert=2)),
+        ],
+        3: [("dense", degrees(shard=3)), ("experts", degrees(shard=3))],
+        4: [
+            ("dense", degrees(shard=4)),
+            ("dense", degrees(tensor=4)),
+            ("dense", degrees(shard=2, tensor=2)),
+            ("dense", degrees(shard=2, replicate=2)),
+            ("experts", degrees(shard=4, expert=4)),
+            ("experts", degrees(shard=4, expert=2)),
+            ("experts", degrees(shard=2, tensor=2, expert=2)),
+        ],
+    }[size]
+    check(folder, size, layouts, "native", "harness", "foundry")
