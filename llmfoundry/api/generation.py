@@ -15,7 +15,7 @@ from llmfoundry.errors import enough_memory
 from llmfoundry.inference.engine import SlotEngine, check_length, stream
 from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import Conversation, stream_text
-from llmfoundry.recipe.after_training import ChatRecipe, SamplingRecipe, GenerateRecipe
+from llmfoundry.recipe.after_training import ChatRecipe, GenerateRecipe, SamplingRecipe
 from llmfoundry.terminal import shown_on
 
 

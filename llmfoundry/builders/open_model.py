@@ -8,13 +8,13 @@ computed by it; any other by transformers' own class. An adapter is merged into 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmfoundry.builders.adapter import check_base
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
@@ -39,7 +39,7 @@ from llmfoundry.inference.decoder_slots import (
 )
 from llmfoundry.inference.engine import SlotEngine, SlotModel
 from llmfoundry.inference.hugging_face_slots import HuggingFaceSlots
-from llmfoundry.inference.leading_rank import END, OPEN, PASS, LeadingSlots, PassChannel, follow
+from llmfoundry.inference.leading_rank import OPEN, PASS, LeadingSlots, PassChannel, follow
 from llmfoundry.inference.requests import SequenceRequest
 from llmfoundry.models.adapter import merge_into
 from llmfoundry.models.attention import longest_document
@@ -101,9 +101,14 @@ class LoadedModel:
                 autocast=autocast,
                 way=way,
             )
-        if self.channel is not None:
-            self.channel.send(OPEN, slots, length)
-        slot_model = DecoderSlots(
+        if self.channel is None:
+            return self._decoder_slots(slots, length)
+        with self.channel.announced(OPEN, slots, length):
+            return LeadingSlots(self.channel, self._decoder_slots(slots, length))
+
+    def _decoder_slots(self, slots: int, length: int) -> DecoderSlots:
+        assert self.root is not None
+        return DecoderSlots(
             self.root,
             slots=slots,
             length=length,
@@ -111,7 +116,6 @@ class LoadedModel:
             device=self.device,
             autocast=self.autocast,
         )
-        return slot_model if self.channel is None else LeadingSlots(self.channel, slot_model)
 
     def engine(self, *, slots: int, length: int, way: str | None = None) -> SlotEngine:
         """What is asked; see `slot_model`."""
@@ -121,21 +125,27 @@ class LoadedModel:
     def stream_without_cache(self, request: SequenceRequest) -> Iterator[int]:
         """Sample the tokens of one request without a KV cache; of the decoder only."""
         assert self.root is not None
-        channel = self.channel
         return stream_tokens(
             self.root,
             request,
             device=self.device,
             autocast=self.autocast,
             n_tokens=self.n_tokens,
-            announce=None if channel is None else partial(channel.send, PASS),
+            run_pass=None if self.channel is None else self._lead_pass,
         )
 
     def follow(self, channel: PassChannel) -> None:
         """Run every forward pass that rank 0 announces, until it ends."""
+        follow(channel, self._decoder_slots, self._run_pass)
+
+    def _lead_pass(self, tokens: Sequence[int]) -> Tensor:
+        assert self.channel is not None
+        with self.channel.announced(PASS, tokens):
+            return self._run_pass(tokens)
+
+    def _run_pass(self, tokens: Sequence[int]) -> Tensor:
         assert self.root is not None
-        run_pass = partial(next_logits, self.root, device=self.device, autocast=self.autocast)
-        follow(channel, lambda slots, length: self.slot_model(slots=slots, length=length), run_pass)
+        return next_logits(self.root, tokens, device=self.device, autocast=self.autocast)
 
 
 @dataclass(frozen=True)
@@ -189,9 +199,9 @@ def lead(model: LoadedModel, world: World, speak: Callable[[LoadedModel], None])
     try:
         speak(replace(model, channel=channel))
     except (UserError, KeyboardInterrupt):  # not in a forward pass, so the other ranks can end
-        channel.send(END)
+        channel.end()
         raise
-    channel.send(END)
+    channel.end()
 
 
 def is_hugging_face(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -125,14 +126,14 @@ def stream_tokens(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     n_tokens: int | None = None,
-    announce: Callable[[Sequence[int]], None] | None = None,
+    run_pass: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Iterator[int]:
     """Yield the tokens of one request, generated without a KV cache.
 
     Each token needs a forward pass over the full sequence. It is slow, and the reference that the
     engine is compared with. With several ranks, either all ranks call it with the same arguments,
-    and rank 0's sampled token is used on all of them; or rank 0 calls it with `announce`, and the
-    other ranks call `next_logits`.
+    and rank 0's sampled token is used on all of them; or rank 0 alone calls it, with a `run_pass`
+    that includes the other ranks.
 
     Args:
         root: the model's Root, bare or wrapped by DDP or FSDP.
@@ -140,7 +141,7 @@ def stream_tokens(
         device: device of the model.
         autocast: returns the autocast context of the forward pass.
         n_tokens: size of the tokenizer's vocabulary; ids beyond it are never sampled.
-        announce: called with the tokens of each forward pass before it.
+        run_pass: returns the logits (V,) after a sequence; None: `next_logits` on this rank.
 
     Raises:
         UserError: prompt and continuation are longer than the model's learned positions.
@@ -148,13 +149,11 @@ def stream_tokens(
     longest = longest_document(decoder_of(root).config)
     check_length(longest, len(request.prompt), request.max_new_tokens)
     sampler = Sampler(request.sampling)
-    agree = first_process(device) if announce is None else None
+    agree = first_process(device) if run_pass is None else None
+    run_pass = run_pass or partial(next_logits, root, device=device, autocast=autocast)
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
-        if announce is not None:
-            announce(tokens)
-        logits = next_logits(root, tokens, device=device, autocast=autocast)
-        token = sampler.draw(logits[:n_tokens])
+        token = sampler.draw(run_pass(tokens)[:n_tokens])
         if agree is not None:
             (token,) = agree([token])
         if token in request.stop_ids:

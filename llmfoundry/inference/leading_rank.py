@@ -23,6 +23,9 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.inference.engine import SlotModel
 from llmfoundry.models.kv_cache import TokenChunk
 
+OPEN, PASS, END = "open", "pass", "end"
+"""Calls beside those of `SlotModel`: allocate a KV cache, run a pass without one, and end."""
+_SLOT_CALLS = ("read", "copy", "clear")
 FOREVER = timedelta(days=365)  # a server may wait for its next request for days
 
 
@@ -37,9 +40,20 @@ class PassChannel:
         self.is_leader = world.is_main
         self._group = dist.new_group(backend="gloo", timeout=FOREVER)
 
-    def send(self, name: str, *arguments: Any) -> None:
-        """Announce a call to all other ranks; called on rank 0."""
-        dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
+    @contextmanager
+    def announced(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Announce a call to all other ranks, and make it in the block; called on rank 0.
+
+        Ctrl-C takes effect after the block, because all ranks must finish a forward pass.
+        """
+        with delayed_interrupt():
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
+            yield
+
+    def end(self) -> None:
+        """Let all other ranks end; called on rank 0, outside of forward passes."""
+        with self.announced(END):
+            pass
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the next call of rank 0; called on all other ranks."""
@@ -53,32 +67,25 @@ class LeadingSlots:
     """`SlotModel` of rank 0: announces each call before it is made. See `engine.SlotModel`."""
 
     def __init__(self, channel: PassChannel, slot_model: SlotModel) -> None:
-        self._channel, self._slot_model = channel, rows
-        self.slots, self.length, self.n_tokens = slot_model.slots, slot_model.length, slot_model.n_tokens
+        self._channel, self._slot_model = channel, slot_model
+        self.slots, self.length = slot_model.slots, slot_model.length
+        self.n_tokens = slot_model.n_tokens
         self.keeps_ended, self.in_one_piece = slot_model.keeps_ended, slot_model.in_one_piece
 
     def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
-        """See SlotModel. Ctrl-C takes effect after the pass, which all ranks must finish."""
-        with delayed_interrupt():
-            self._channel.send("read", pieces)
+        """See SlotModel."""
+        with self._channel.announced("read", pieces):
             return self._slot_model.read(pieces)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """See SlotModel."""
-        with delayed_interrupt():
-            self._channel.send("copy", source, target, length)
+        with self._channel.announced("copy", source, target, length):
             self._slot_model.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
         """See SlotModel."""
-        with delayed_interrupt():
-            self._channel.send("clear", slot)
+        with self._channel.announced("clear", slot):
             self._slot_model.clear(slot)
-
-
-OPEN, PASS, END = "open", "pass", "end"
-"""Calls beside those of `SlotModel`: allocate a KV cache, run a pass without one, and end."""
-_SLOT_CALLS = ("read", "copy", "clear")
 
 
 def follow(

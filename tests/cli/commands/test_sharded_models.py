@@ -156,7 +156,7 @@ def assert_same_scores(output: Path, expected: Path) -> None:
     """Compare all numbers to 1e-5, and everything else exactly."""
     metrics, rows = results(output)
     expected_metrics, expected_rows = results(expected)
-    assert metrics == pytest.approx(expected_metrics, abs=1e-5)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-5)
     assert len(rows) == len(expected_rows)
     for row, expected_row in zip(rows, expected_rows, strict=True):
         assert row == pytest.approx(expected_row, abs=1e-5)
