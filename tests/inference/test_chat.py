@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -108,11 +107,9 @@ def test_lines_of_a_pipe_are_messages_and_commands(
 ) -> None:
     model = Model("one", "two", "three")
     conversation = model.conversation(system="S")
-    monkeypatch.setattr(commands, "open_drawn", lambda recipe, world: None)
-    monkeypatch.setattr(commands, "open_conversation", lambda *found: conversation)
     typed = "a\n\nb\n/rest\n/reset\n/history\n/system\nc\n/exit\nd\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    commands.chat(commands.ChatRecipe(checkpoint=str(Path("x"))))
+    commands.converse(commands.ChatRecipe(checkpoint="x"), conversation)
     shown = capsys.readouterr()
     assert shown.out == "one\ntwo\nthree\n"
     assert "/rest is not a command" in shown.err

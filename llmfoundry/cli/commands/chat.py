@@ -39,12 +39,13 @@ def chat(recipe: ChatRecipe) -> None:
         template = chosen_template(recipe, opened)
 
         def speak(model: LoadedModel) -> None:
-            _converse(recipe, open_conversation(recipe, opened, model, template))
+            converse(recipe, open_conversation(recipe, opened, model, template))
 
         lead(load_drawn(opened), world, speak)
 
 
-def _converse(recipe: ChatRecipe, conversation: Conversation) -> None:
+def converse(recipe: ChatRecipe, conversation: Conversation) -> None:
+    """Answer the lines of standard input until there are no more."""
     if sys.stdin.isatty():
         _print(f"{recipe.checkpoint}; /help shows commands, Ctrl-C ends an answer")
     for line in _lines():
