@@ -1,7 +1,7 @@
-"""What a file of a data set is, and how it is fetched: the words of the fetching modules.
+"""Specification of a dataset's files, and options of their download.
 
-`FileSpec` names a file and how to verify that it is complete. The index of a format (MDS,
-tokens) makes specs; `shard_folder.ShardFolder` turns them into paths.
+A `FileSpec` has the name of a file, and the size and hashes that verify it. The index of a format
+(MDS or token shards) creates the specs. `shard_folder.ShardFolder` returns the path of a spec.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from llmfoundry.recipe.data import DataConfig, n_bytes
 
 INDEX = "index.json"
-COPIES = ".copies.json"  # beside copies: whose they are
-PART = ".part"  # ends the name of a file that is being written
-PACKED = ".packed"  # likewise of the compressed form of one, until it is unpacked
+COPIES = ".copies.json"  # record of a local shard cache: its remote and index
+PART = ".part"  # suffix of a file that is being written
+PACKED = ".packed"  # suffix of a compressed file until it is decompressed
 
-_LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and it gets an ending
-# As all are in nearly every data set, of which there may be a million: asked first.
+_LONGEST_NAME = 240  # bytes of a file's name: file systems allow 255, and suffixes are added
+# Usual names of shards, tested first: an index may have a million names.
 _USUAL = re.compile(
     r"(?:[\w-]{1,80}/){0,4}shard\.[0-9]{1,9}\.(?:mds(?:\.(?:br|bz2|gz|snappy|zstd))?|tokens)",
     re.ASCII,
@@ -32,7 +32,7 @@ _NO_NAME = re.compile(
 
 
 def wrong_name(name: str) -> str | None:
-    """Why no file of a data set can be called so."""
+    """Return why a name is not valid for a file of a dataset; None if it is valid."""
     if _USUAL.fullmatch(name):
         return None
     if _NOT_WITHIN.search(name):
@@ -47,7 +47,7 @@ def wrong_name(name: str) -> str | None:
 
 
 def named_twice(names: Sequence[str]) -> tuple[int, int] | None:
-    """The first two of one name, by their numbers; "" is not a name."""
+    """Return the numbers of the first two equal names; None if all differ; "" is no name."""
     if len(set(names) - {""}) == len(names) - names.count(""):
         return None
     known: dict[str, int] = {}
@@ -63,12 +63,12 @@ def _cut(name: str) -> str:
 
 @dataclass(frozen=True)
 class CompressedFile:
-    """The compressed form in which a file is kept.
+    """Compressed file.
 
     Attributes:
-        name: path within the data set's folder.
-        n_bytes: its size; None if unknown.
-        hashes: (algorithm, hex digest) pairs of its bytes.
+        name: path within the dataset's folder.
+        n_bytes: compressed size; None: unknown.
+        hashes: (algorithm, hex digest) pairs of the compressed bytes.
         compression: zstd, gz:9 … (`codecs`).
     """
 
@@ -80,13 +80,13 @@ class CompressedFile:
 
 @dataclass(frozen=True)
 class FileSpec:
-    """A file as it is read.
+    """File of a dataset, decompressed.
 
     Attributes:
-        name: path within the data set's folder.
-        n_bytes: its size; None if unknown.
-        hashes: (algorithm, hex digest) pairs of its bytes.
-        packed: how it is kept, if compressed.
+        name: path within the dataset's folder.
+        n_bytes: size; None: unknown.
+        hashes: (algorithm, hex digest) pairs of the content.
+        packed: the compressed file in the store; None: it is not compressed.
     """
 
     name: str
@@ -97,13 +97,13 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How files are fetched and kept; the fields of `DataConfig` say what each means."""
+    """Options of downloads and of the local shard cache; `DataConfig` documents the fields."""
 
     cache_folder: str = "~/.cache/llmfoundry"
     cache_limit: int | None = None
     """Bytes."""
     prefetch: int = 2 * 10**9
-    """Bytes ahead, of one `ShardFolder` in one process."""
+    """Bytes to download ahead, per `ShardFolder` and process."""
     retry: int = 5
     timeout: float = 60.0
     """Seconds."""
@@ -113,7 +113,7 @@ class FetchOptions:
 
     @classmethod
     def from_config(cls, config: DataConfig) -> FetchOptions:
-        """The options of a recipe's `data` section."""
+        """Return the options of a recipe's `data` section."""
         return cls(
             cache_folder=config.cache_folder,
             cache_limit=None if config.cache_limit is None else n_bytes(config.cache_limit),
@@ -127,7 +127,7 @@ class FetchOptions:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes as data.cache_limit takes it, rounded up: 1234567 is 1.24mb."""
+    """Format a size in the form of data.cache_limit, rounded up: 1234567 is 1.24mb."""
     for unit, factor in (("gb", 10**9), ("mb", 10**6), ("kb", 10**3)):
         if size >= factor:
             hundredths = -(-int(size) * 100 // factor)

@@ -1,8 +1,9 @@
-"""The index of a folder of shards, whichever format they are of.
+"""Reader of a shard folder's index, in any format.
 
-`builders/data.py` reads it once per run, the preparation where shards are its input. One idea: an
-index is all that distinguishes one data set from another, so reading it also asks whose copies are
-here, and what it leaves open, the content of shards without hashes, is sampled.
+Entry points: `open_shards`, `read_index` and `with_sample`. `builders/data.py` calls them once per
+run, and the preparation if its input is shards. The one idea: the index identifies a dataset.
+Reading it therefore also checks that the local shard cache belongs to it. The content of shards
+without hashes, which the index does not identify, is sampled.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from llmfoundry.files import atomic_file
 from llmfoundry.recipe.source import SourceConfig
 
 TWINS = {"val": "validation", "validation": "val"}
-"""Names of the folder of held-out shards: LLM Foundry's, and the preparation's."""
+"""Names of the folder of validation shards: in LLM Foundry, and in the preparation here."""
 Index = MDSIndex | StreamIndex
 IndexOf = TypeVar("IndexOf", bound=Index)
 
-_WORTH_KEEPING = 1 << 22  # bytes of JSON
-_PLACES, _SAMPLED = 64, 1 << 14  # of a shard, and bytes at each
+_WORTH_KEEPING = 1 << 22  # bytes of a JSON index that is cached in binary form
+_PLACES, _SAMPLED = 64, 1 << 14  # sampled positions of a shard, and bytes at each
 
 
 def open_shards(config: SourceConfig, options: FetchOptions) -> ShardFolder:
-    """The folder of a source of shards, its split included."""
-    end = config.split
+    """Return the folder of a source of shards, including its split."""
+    split = config.split
 
-    def whole(place: str | None) -> str | None:
-        return place if place is None or end is None else f"{place.rstrip('/')}/{end}"
+    def with_split(folder: str | None) -> str | None:
+        return folder if folder is None or split is None else f"{folder.rstrip('/')}/{split}"
 
-    return ShardFolder.open(whole(config.remote), whole(config.local), options)
+    return ShardFolder.open(with_split(config.remote), with_split(config.local), options)
 
 
 def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:
-    """What a folder of shards holds, whichever format they are of.
+    """Read the index of a folder of shards.
 
     Args:
-        folder: of the shards.
-        cache_folder: where the binary form of a large MDS index is kept: half a million shards
-            are seconds of JSON and a tenth of a second of that; None: nowhere.
+        folder: the folder.
+        cache_folder: folder for the binary form of a large MDS index; None: it is not cached. With
+            half a million shards, JSON takes seconds, the binary form a tenth of a second.
 
     Raises:
-        UserError: it has no index, a damaged one, or this machine has copies of other data.
+        UserError: the index is missing or damaged, or the local shard cache has other data.
     """
     source = f"{without_secrets(folder.url)}/{INDEX}"
 
@@ -61,45 +62,46 @@ def read_index(folder: ShardFolder, cache_folder: str | None = None) -> Index:
             return StreamIndex.from_bytes(data, source=source)
         if cache_folder is None or len(data) < _WORTH_KEEPING:
             return MDSIndex.from_bytes(data, source=source)
-        return _kept_in_binary(data, Path(cache_folder).expanduser() / "indices", source)
+        return _cached_index(data, Path(cache_folder).expanduser() / "indices", source)
 
     return folder.read_index(parse)
 
 
-def _kept_in_binary(data: bytes, kept_in: Path, source: str) -> MDSIndex:
-    kept = kept_in / f"{hashlib.sha256(data).hexdigest()[:32]}.npz"
-    with contextlib.suppress(OSError, UserError):  # not there, or incomplete
-        return MDSIndex.load(kept)
+def _cached_index(data: bytes, folder: Path, source: str) -> MDSIndex:
+    """Return a parsed MDS index, from its binary form in `folder` if it is there."""
+    path = folder / f"{hashlib.sha256(data).hexdigest()[:32]}.npz"
+    with contextlib.suppress(OSError, UserError):  # missing or incomplete
+        return MDSIndex.load(path)
     index = MDSIndex.from_bytes(data, source=source)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(kept) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
             index.save(file)
     except OSError as error:
         raise UserError(
-            f"data.cache_folder: cannot write {kept}: {error.strerror or error}; free space there"
+            f"data.cache_folder: cannot write {path}: {error.strerror or error}; free space there"
             " or choose another folder"
         ) from error
     return index
 
 
 def with_sample(folder: ShardFolder, index: IndexOf) -> IndexOf:
-    """The index, its fingerprint taking in some content where shards have no hashes.
+    """Add a hash of some content to the fingerprint of an index with shards without hashes.
 
-    Without, rows that were written anew with the same sizes would pass for those of a checkpoint.
-    Of the first, the middle and the last such shard 1 MB is read, in 64 places.
+    Otherwise, shards that were rewritten with the same sizes would look unchanged to a checkpoint.
+    1 MB of the first, the middle and the last such shard is read, at 64 positions each.
 
     Raises:
-        UserError: a shard cannot be had.
+        UserError: a shard cannot be read.
     """
-    bare = some_of(index.unhashed)
-    if not bare:
+    sampled_shards = some_of(index.unhashed)
+    if not sampled_shards:
         return index
     state = hashlib.blake2b(digest_size=16)
-    for n in bare:
+    for n in sampled_shards:
         with folder.pin(index.spec(n)) as path, path.open("rb") as file:
             last = max(0, path.stat().st_size - _SAMPLED)
-            for place in np.unique(np.linspace(0, last, _PLACES).astype(np.int64)).tolist():
-                file.seek(place)
+            for offset in np.unique(np.linspace(0, last, _PLACES).astype(np.int64)).tolist():
+                file.seek(offset)
                 state.update(file.read(_SAMPLED))
     return replace(index, sample=state.hexdigest())

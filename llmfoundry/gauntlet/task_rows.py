@@ -278,7 +278,7 @@ def _read(path: Path, key: str) -> bytes:
 
 
 def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
-    r"""The lines of a .jsonl or .jsonl.gz file; only \n ends one, as texts may hold \u2028."""
+    r"""Yield the lines of a .jsonl or .jsonl.gz file, ended by \n only: texts may have \u2028."""
     try:
         if name.endswith(".gz"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as opened:
@@ -296,7 +296,7 @@ def _lines(name: str, content: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _remote_files(uri: str, key: str, fetching: FetchOptions) -> list[tuple[str, bytes]]:
-    """Address and content of the file at `uri`, or of those that match its `*`, sorted."""
+    """Return URL and content of the file at `uri`, or of all files that match its `*`, sorted."""
     protocol = uri.split("://")[0]
     known = fsspec.available_protocols()
     if protocol not in known and protocol != "oci":
@@ -324,7 +324,7 @@ def _fetched(url: str, fetching: FetchOptions) -> bytes:
 def _hub_rows(
     task: TaskConfig, gauntlet_path: Path, key: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a data set, its columns renamed by hf_parsing_map."""
+    """Yield the rows of a dataset, with columns renamed by hf_parsing_map."""
     datasets = import_optional("datasets", f"{key}: hf://", extra="data")
     builder, arguments = _load_arguments(task, gauntlet_path)
     if builder in _UNSAFE:
@@ -352,17 +352,17 @@ def _hub_rows(
 
 
 def _load_arguments(task: TaskConfig, gauntlet_path: Path) -> tuple[str, dict[str, Any]]:
-    """What `datasets.load_dataset` is called with, for a hub id, a folder or a file."""
+    """Return the arguments of `datasets.load_dataset` for a hub id, a folder or a file."""
     name, arguments = task.dataset_uri.removeprefix("hf://"), dict(task.hf_loading_vars)
     path = _local_data(name, gauntlet_path)
     if path is None or path.suffix not in _FORMATS:
         return str(path or name), arguments
-    # A single file is the split train, whatever its own split's name was.
+    # `datasets` names the split of a single file train
     return _FORMATS[path.suffix], {"split": "train", "data_files": str(path), **arguments}
 
 
 def _local_data(name: str, gauntlet_path: Path) -> Path | None:
-    """The file or folder `name`: beside the gauntlet file, in the working folder or repository."""
+    """Find a file or folder next to the gauntlet file, in the working folder or repository."""
     for folder in (gauntlet_path.absolute().parent, Path.cwd(), ROOT):
         path = folder / Path(name).expanduser()
         if path.exists():
@@ -384,9 +384,10 @@ def _check_columns(task: TaskConfig, columns: Iterable[str], key: str) -> None:
 
 
 def _mapped(row: Mapping[str, Any], parsing_map: Mapping[str, list[str]]) -> Mapping[str, Any]:
-    """The row's fields, each from its columns: texts joined by a space, as LLM Foundry does.
+    """Return the fields of a row, each from its columns, as in LLM Foundry.
 
-    Lists and `gold` stay what they are; several columns for a list are its items.
+    The texts of several columns are joined by spaces. Lists and `gold` are not converted. Several
+    columns for a list are its items.
     """
     if not parsing_map:
         return row
@@ -415,16 +416,17 @@ class _Shape:
     """Settings in the query of the address: heldout://continuations?rows=50&piece_chars=80."""
 
     rows: int = 100
-    """Questions at most; there are fewer where held-out text is short."""
+    """Maximal number of questions; fewer if the held-out text is short."""
     context_chars: int = 200
-    """Text before the piece, at most: it begins at a line border and ends within a line."""
+    """Maximal length of the context, which begins at the start of a line and ends within one."""
     piece_chars: int = 32
-    """Length of every choice. Short: where the true piece joins on, small models see most."""
+    """Length of every choice. Small models recognize the beginning of the true piece best, so it
+    is short."""
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A place in a document: what comes before it, and the piece after it."""
+    """Position in a document, with the context before it and the piece after it."""
 
     document: int
     context: str
@@ -463,7 +465,11 @@ def heldout_rows(task: TaskConfig, texts: list[str]) -> list[TaskRow]:
 
 
 def _shape(task: TaskConfig) -> _Shape:
-    """The settings in the task's address."""
+    """Parse the settings in a task's address.
+
+    Raises:
+        UserError: the address is not valid.
+    """
     key = f"icl_tasks: {task.label}: dataset_uri: {task.dataset_uri}"
     address = urlsplit(task.dataset_uri)
     if address.netloc != "continuations" or address.path:
@@ -483,14 +489,14 @@ def _shape(task: TaskConfig) -> _Shape:
 
 
 def _documents_with_cuts(documents: list[str], shape: _Shape) -> Iterator[list[_Cut]]:
-    """The cuts of each document that is long enough for one."""
+    """Yield the cuts of each document that is long enough for one."""
     for i, text in enumerate(documents):
         if cuts := _shuffled_cuts(i, text, shape):
             yield cuts
 
 
 def _shuffled_cuts(document: int, text: str, shape: _Shape) -> list[_Cut]:
-    """Places of a document whose contexts and pieces do not overlap, in an order of its own."""
+    """Return cuts of a document whose contexts and pieces do not overlap, in random order."""
     cuts, at = [], shape.context_chars
     while (match := _WITHIN_LINE.search(text, at)) is not None:
         cut = match.start()
@@ -498,7 +504,7 @@ def _shuffled_cuts(document: int, text: str, shape: _Shape) -> list[_Cut]:
         if len(piece) < shape.piece_chars:
             break
         context = text[cut - shape.context_chars : cut]
-        border = context.find("\n") + 1  # the rest of a line that began before is left out
+        border = context.find("\n") + 1  # an incomplete first line is left out
         cuts.append(_Cut(document, context[border:], piece))
         at = cut + shape.piece_chars + shape.context_chars
     random.Random(_text_digest(text)).shuffle(cuts)
@@ -506,7 +512,7 @@ def _shuffled_cuts(document: int, text: str, shape: _Shape) -> list[_Cut]:
 
 
 def _round_robin(cuts: list[list[_Cut]]) -> Iterator[_Cut]:
-    """The first cut of every document, then every second one, and so on."""
+    """Yield the first cut of every document, then the second cuts, and so on."""
     for turn in range(max(map(len, cuts), default=0)):
         for of_document in cuts:
             if turn < len(of_document):
@@ -526,7 +532,7 @@ def _wrong_pieces(cut: _Cut, pieces: list[_Cut]) -> list[str] | None:
 
 
 def _heldout_row(cut: _Cut, wrong: list[str], number: int, task: TaskConfig) -> TaskRow:
-    gold = number % CHOICES  # no index is more often right than another
+    gold = number % CHOICES  # all indices are correct equally often
     choices = (*wrong[:gold], cut.piece, *wrong[gold:])
     return TaskRow((cut.context,), choices, gold, f"{task.dataset_uri}:{number + 1}")
 
@@ -537,18 +543,18 @@ def _text_digest(text: str) -> str:
 
 CHAT_ADDRESS = "instructions://"
 _DEFAULTS = {"rows": "50", "seed": "1", "split": "held_out"}
-_PATIENCE = 2000  # draws without a new question before a task is said to have no more
+_PATIENCE = 2000  # samples without a new question after which a task has no more
 
 
 def chat_rows(uri: str, *, key: str) -> Iterator[dict[str, Any]]:
-    """Different rows of one task: {"messages", "answer", "reply", "checks", "tools"}.
+    """Yield distinct rows of a task: {"messages", "answer", "reply", "checks", "tools"}.
 
     Args:
-        uri: a task's name, then rows, seed and split (held_out; lengths; train), with defaults.
-        key: where the address is written; begins every line of an error.
+        uri: name of the task, with rows, seed and split (held_out, lengths or train) in the query.
+        key: key of the address, for errors.
 
     Raises:
-        UserError: an unknown task or setting, a wrong value, more rows than there are.
+        UserError: a task or setting is unknown, a value is not valid, or the task has fewer rows.
     """
     task, n, seed, split = _read_address(uri, f"{key}: {uri}: ")
     chats = load_generator(CHATS)
@@ -572,7 +578,7 @@ def chat_rows(uri: str, *, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _chat_row(exchange: Any) -> dict[str, Any]:
-    """The row of an `Exchange` of `eval/generated_chats.py`."""
+    """Convert an `Exchange` of `eval/generated_chats.py` to a row."""
     row: dict[str, Any] = {
         "messages": list(exchange.messages),
         "answer": exchange.answer or json.dumps(exchange.call),

@@ -1,11 +1,14 @@
-r"""`open_backend`: a tokenizer.json of others, with bounds, as a `tokenizers` backend.
+r"""Safe loading of an untrusted tokenizer.json as a `tokenizers` backend.
 
-`Tokenizer` calls it. One that is known to encode and decode in time linear in its text is loaded as
-it is: every published tokenizer of causal language models is built of a few parts, which are listed
-here with the bounds within which they are linear. A regular expression is one of a list, as
-`(a+)+$` never ends. Any other is first tried in the bounded child, on texts that regular
-expressions take long for; then it is loaded here too, for its vocabulary, while every text is
-encoded and decoded there.
+Entry points: `read_backend` and `with_bounds`, which `Tokenizer` and `build_tokenizer` call.
+
+- A tokenizer that is known to be linear in its text is loaded directly. Published tokenizers of
+  causal language models consist of a few components. These are listed here, with the limits within
+  which they are linear, and with the allowed regular expressions: some, such as `(a+)+$`, have
+  exponential run time.
+- Any other tokenizer is first tried in the bounded child, on texts that are slow for regular
+  expressions. It is then loaded here for its vocabulary, but every text is encoded and decoded in
+  the child.
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ from llmfoundry.files import parse_json, read_text
 SECONDS = 5.0
 """CPU time to load a definition and to try it."""
 MOST_AROUND = 64
-"""Special tokens that a tokenizer puts around a text, at most."""
+"""Maximal number of special tokens that a tokenizer adds around a text."""
 MOST_TOKENS = 1 << 24
-"""Ids are below it: ten times the largest vocabulary that was published."""
+"""Bound of ids: ten times the largest published vocabulary."""
 
-_CLASSES = "aA1 \n\t.é中_-'/<\u0301"  # characters of different kinds
+_CLASSES = "aA1 \n\t.é中_-'/<\u0301"  # characters of different classes
 _RUN = 2000
-_RARE = "a \u2603 \U0002a6a5"  # characters that few vocabularies have
-_LARGEST = 1 << 26  # bytes of a definition; Gemma's has 33 million
-_LONGEST_PIECE = 256  # characters; each is looked for at each character
-_MOST_GROWTH = 64.0  # of a text by its normalizers
+_RARE = "a \u2603 \U0002a6a5"  # characters that are in few vocabularies
+_LARGEST = 1 << 26  # bytes of a definition; that of Gemma has 33 million
+_LONGEST_PIECE = 256  # characters; every piece is searched at every character
+_MOST_GROWTH = 64.0  # factor by which normalizers may lengthen a text
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES

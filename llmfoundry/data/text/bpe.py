@@ -1,7 +1,7 @@
-"""Byte-level BPE backends for the `tokenizers` library: learned, plain bytes, or from tiktoken.
+"""Byte-level BPE backends for the `tokenizers` library: trained, plain bytes, or from tiktoken.
 
-Called by `build_tokenizer`. The one idea: a byte-level vocabulary writes each byte as one printable
-character (GPT-2's alphabet), so that any text is encoded and decoded without loss.
+`build_tokenizer.py` calls them. The one idea: a byte-level vocabulary represents each byte by a
+printable character (GPT-2's alphabet), so that any text is encoded and decoded without loss.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from llmfoundry.terminal import is_watched
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-4's words: digits in groups of at most three, letters with one leading character, line ends
-# with the punctuation before them. Named in the cache key: a change here makes new tokenizers.
+# The words of GPT-4: digits in groups of at most three, letters with one leading character, line
+# ends with the punctuation before them. Part of the cache key: a change retrains tokenizers.
 WORDS = (
     r"(?i:'(?:s|t|re|ve|m|ll|d))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The trainer's time grows with the square of a word's length: DNA on one line is one word.
+# The time of the trainer is quadratic in the length of a word; DNA on one line is one word.
 _LONGEST_WORD = 256  # characters
 _LONG_WORD = re.compile(
     r"(?:[^\W\d_]{N}|\s{N}|(?:[^\w\s]|_){N})".replace("N", f"{_LONGEST_WORD + 1},")
@@ -32,7 +32,7 @@ _LONG_WORD = re.compile(
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte, 0 to 255 (GPT-2's `bytes_to_unicode`)."""
+    """Return the character for each byte, 0 to 255 (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     code = {byte: byte for byte in printable}
@@ -41,7 +41,7 @@ def byte_alphabet() -> list[str]:
 
 
 def bytes_backend(end_of_text: str = END_OF_TEXT) -> Tokenizer:
-    """256 byte tokens, id = byte, and the end of text."""
+    """Return a backend with 256 byte tokens (id = byte) and the end of text."""
     vocabulary = {char: byte for byte, char in enumerate(byte_alphabet())}
     backend = _backend(models.BPE(vocab=vocabulary, merges=[]), WORDS)
     backend.add_special_tokens([_special(end_of_text)])
@@ -49,9 +49,9 @@ def bytes_backend(end_of_text: str = END_OF_TEXT) -> Tokenizer:
 
 
 def train_backend(texts: list[str], vocab_size: int, *, progress: bool) -> Tokenizer:
-    """Learn merges until `vocab_size` tokens, the end of text among them.
+    """Train merges up to `vocab_size` tokens, including the end of text.
 
-    A text with too few repeated pairs gives fewer tokens. Longer words are learned from in parts.
+    Texts with too few repeated pairs give fewer tokens. Words that are too long are split.
     """
     texts = list(_with_short_words(texts))
     backend = _backend(models.BPE(), WORDS)
@@ -60,14 +60,14 @@ def train_backend(texts: list[str], vocab_size: int, *, progress: bool) -> Token
         min_frequency=2,
         special_tokens=[_special(END_OF_TEXT)],
         initial_alphabet=byte_alphabet(),
-        show_progress=progress and is_watched(),  # its bars know no log file
+        show_progress=progress and is_watched(),  # its bars would fill a log file
     )
     backend.train_from_iterator(texts, trainer, length=len(texts))
     return backend
 
 
 def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts; one that holds a long word ends within it, and the rest is the next one."""
+    """Yield the texts, split within long words."""
     for text in texts:
         start = 0
         for word in _LONG_WORD.finditer(text):

@@ -1,7 +1,7 @@
-"""`ChatSandbox`: the Jinja environment of chat templates, with what transformers adds to it.
+"""Jinja environment of chat templates, with the additions of transformers.
 
-It lets a loop run for ever and a text grow without end: `chat_template` runs templates of others in
-a child process.
+Entry point: `ChatSandbox`. It does not limit loops or the length of a text. `chat_template.py`
+therefore runs untrusted templates in a child process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jinja2.ext import loopcontrols as loop_controls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_NONCE = secrets.token_hex(8)  # so that no message can spell a mark
+_NONCE = secrets.token_hex(8)  # random, so that no message can contain a mark
 BEGIN, END = f"\ue010{_NONCE}\ue011", f"\ue012{_NONCE}\ue013"
-"""What stands around a marked text until `chat_template.rendered` takes it out again."""
+"""Marks around a {% generation %} block until `chat_template.rendered` removes them."""
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: what the assistant wrote, which is learned."""
+    """{% generation %} … {% endgeneration %}: text of the assistant, which is in the loss."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A block that gives its own text between BEGIN and END."""
+        """Parse a block that renders its text between BEGIN and END."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -40,7 +40,7 @@ class _Generation(Extension):
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """Compiles templates; it hides Python's own attributes, and bounds nothing."""
+    """Sandbox that compiles templates and hides Python attributes; it sets no limits."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
     def variables_of(self, text: str) -> set[str]:
-        """What a source reads and does not set."""
+        """Return the variables that a source reads and does not set."""
         return meta.find_undeclared_variables(self.parse(text))
 
 
@@ -61,7 +61,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML that Jinja's own has."""
+    """Convert to JSON without the HTML escapes of Jinja's filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

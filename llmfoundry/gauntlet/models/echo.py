@@ -1,11 +1,12 @@
-r"""The score of an answer, read from the reply of a server that echoes the text it was sent.
+r"""Score of an answer, read from the reply of a server that echoes the prompt.
 
-`Endpoint` calls `read_score`. The reply has every token's text and log-probability, first those of
-the text that was sent, then of one that was written because some servers must. Which tokens are the
-answer's? The server's tokenizer is not known here, and a token that is only part of a character has
-no text of its own: servers spell it `bytes:\xe2\x80` (OpenAI, ours), U+FFFD (vLLM) or as nothing
-(llama-cpp-python). So each token has several places where it may end, and the text, of which every
-byte belongs to a token, and the reply's `text_offset` decide between them.
+Entry point: `read_score`, which `Endpoint` calls. The reply has text and log-probability of every
+token of the prompt, followed by one generated token, which some servers require. The tokenizer of
+the server is unknown here, so the tokens of the answer must be located by their text. A token that
+is a part of a character has no text: servers write it as `bytes:\xe2\x80` (OpenAI, this project),
+U+FFFD (vLLM) or "" (llama-cpp-python). A token may therefore end at several positions. Two facts
+select the right one: the tokens cover every byte of the prompt, and the reply may have
+`text_offset`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 from llmfoundry.gauntlet.questions import Refusal, Score
 
-ALTERNATIVES = 2  # of each token: the likeliest and the next, which shows a tie
+ALTERNATIVES = 2  # log-probabilities per position: the two likeliest tokens, which shows a tie
 ECHO: Mapping[str, Any] = {"echo": True, "logprobs": ALTERNATIVES, "max_tokens": 1}
-"""What a request says beside the text and the model."""
+"""Fields of a scoring request, in addition to text and model."""
 _TIE = 1e-6  # nats
 _REPLACED = "\ufffd"
 _BYTES = "bytes:"
@@ -27,77 +28,82 @@ _LONGEST = 4  # bytes of a character
 
 
 def read_score(reply: Mapping[str, Any], context: str, target: str) -> Score | Refusal:
-    """The score of `target` after `context`, from the reply to both as one text.
+    """Return the score of `target` after `context`, from the reply to both as one text.
 
-    A token that begins in the context and ends in the target counts as the target's: the model
-    gives no probability of a part of it.
+    A token that begins in the context and ends in the target belongs to the target, because there
+    is no probability of a part of a token.
 
     Raises:
-        KeyError: the reply has no log-probabilities. Likewise IndexError, TypeError, ValueError.
+        KeyError, IndexError, TypeError, ValueError: the reply has no valid log-probabilities.
     """
-    said = reply["choices"][0]["logprobs"]
-    tokens, logprobs = said["tokens"], said["token_logprobs"]
-    best = said["top_logprobs"]
+    # the lists of the reply
+    echoed = reply["choices"][0]["logprobs"]
+    tokens, logprobs = echoed["tokens"], echoed["token_logprobs"]
+    best = echoed["top_logprobs"]
     if not len(tokens) == len(logprobs) == len(best):
         raise ValueError("lists of different lengths")
+
+    # locate the tokens in the text, with text_offset if that is consistent
     text, border = (context + target).encode(), len(context.encode())
-    begins = _begins(said, text)
+    begins = _begins(echoed, text)
     moves = _moves(tokens, text, begins) if begins is not None else None
     moves = moves or _moves(tokens, text)
     if moves is None:
         return _unknown("the server's tokens do not spell the text that it was sent")
+
+    # add up the tokens that end after the border
     sides = _sides(tokens, moves, border)
     if any(len(side) > 1 for side in sides):
         return _unknown("the server's tokens do not show where the answer begins")
-    mine = [i for i, side in enumerate(sides) if True in side]
-    if not mine:
+    answer = [i for i, side in enumerate(sides) if True in side]
+    if not answer:
         return _unknown("the server's tokens do not spell the answer")
-    if any(logprobs[i] is None for i in mine):
+    if any(logprobs[i] is None for i in answer):
         return _unknown("the server gives no probability of a text's first token")
-    return _summed([float(logprobs[i]) for i in mine], [dict(best[i]) for i in mine])
+    return _summed([float(logprobs[i]) for i in answer], [dict(best[i]) for i in answer])
 
 
 def _unknown(reason: str) -> Refusal:
-    """Said of a score that the reply does not hold."""
+    """Return the refusal for a score that the reply does not contain."""
     return Refusal(reason, left_out=True)
 
 
 Moves = set[tuple[int, int]]
-"""Where a token may begin and end in the bytes of the text; equal: it is no part of it."""
+"""Possible (start, end) of a token in the bytes of the text; equal: it has no bytes there."""
 Begins = Callable[[int, int], bool]
-"""Whether a token, by its number, may begin at a place."""
+"""Tells whether a token, given by its number, may begin at a position."""
 
 
 def _moves(tokens: Sequence[str], text: bytes, begins: Begins | None = None) -> list[Moves] | None:
-    """The places of the text's tokens; None: they do not spell it.
+    """Return the possible positions of the tokens in a text; None if they do not cover it.
 
     Args:
-        tokens: as the server spells them, written ones behind the text's.
-        text: what was sent.
-        begins: whether a token may begin at a place; None: not known.
+        tokens: texts of the tokens from the server; generated tokens follow those of the text.
+        text: the text of the request.
+        begins: tells whether a token may begin at a position; None: unknown.
     """
-    # Forward: all that can be reached from the text's start.
+    # Forward: positions that can be reached from the start of the text.
     steps: list[Moves] = []
     reached = [{0}]
     for i, token in enumerate(tokens):
         starts = [place for place in reached[-1] if begins is None or begins(i, place)]
         steps.append({(start, end) for start in starts for end in _ends(token, text, start)})
         reached.append({end for _, end in steps[-1]})
-    # All tokens but the one that was written spell the text; of servers that write none, all do.
+    # All tokens but the generated one cover the text; all tokens if the server generates none.
     usual = [len(tokens) - 1, len(tokens)]
     n = next((i for i in (*usual, *range(len(tokens))) if len(text) in reached[i]), None)
     if n is None:
         return None
-    # Backward: only what leads to the text's end.
-    goals, kept = {len(text)}, list[Moves]()
+    # Backward: only positions from which the end of the text can be reached.
+    goals, valid = {len(text)}, list[Moves]()
     for step in reversed(steps[:n]):
-        kept.append({(start, end) for start, end in step if end in goals})
-        goals = {start for start, _ in kept[-1]}
-    return kept[::-1]
+        valid.append({(start, end) for start, end in step if end in goals})
+        goals = {start for start, _ in valid[-1]}
+    return valid[::-1]
 
 
 def _ends(token: str, text: bytes, start: int) -> Iterator[int]:
-    """Where a token that begins at a place of the text may end; there, if it is no part of it."""
+    """Yield the possible ends of a token that begins at `start`; `start` if it has no bytes."""
     if _REPLACED in token:
         ends = range(start + 1, min(start + _LONGEST * len(token), len(text)) + 1)
         yield from (end for end in ends if text[start:end].decode(errors="replace") == token)
@@ -109,7 +115,7 @@ def _ends(token: str, text: bytes, start: int) -> Iterator[int]:
         yield start + 1 + len(spelled)  # some decoders drop the space before a word
     else:
         yield start
-    if not token:  # nothing, or a part of a character
+    if not token:  # no bytes, or a part of a character
         for end in range(start + 1, len(text) + 1):
             if text[start:end].decode(errors="ignore"):
                 break
@@ -119,7 +125,7 @@ def _ends(token: str, text: bytes, start: int) -> Iterator[int]:
 
 
 def _spelled(token: str) -> bytes:
-    r"""A token's bytes; of `bytes:\xe2\x80` those that it lists, with Python's escapes."""
+    r"""Return the bytes of a token's text; `bytes:\xe2\x80` lists them with Python's escapes."""
     if token.startswith(_BYTES) and "\\x" in token:
         try:
             listed = token.removeprefix(_BYTES).encode("latin-1")
@@ -129,15 +135,15 @@ def _spelled(token: str) -> bytes:
     return token.encode(errors="surrogatepass")
 
 
-def _begins(said: Mapping[str, Any], text: bytes) -> Begins | None:
-    """Where the reply's `text_offset` lets tokens begin; None: it is not given.
+def _begins(echoed: Mapping[str, Any], text: bytes) -> Begins | None:
+    """Return where `text_offset` of the reply allows tokens to begin; None if it is missing.
 
-    It counts characters; a token within a character begins where that does. vLLM's counts what it
-    spells, so that after <s> or U+FFFD it points elsewhere, and SGLang's is -1: then some token is
-    nowhere, and `read_score` does without.
+    Offsets count characters; a token within a character has the offset of the character. Offsets
+    of vLLM are wrong after <s> or U+FFFD, and those of SGLang are -1. Some token then has no
+    position, and `read_score` ignores the offsets.
     """
-    offsets = said.get("text_offset")
-    if not isinstance(offsets, list) or len(offsets) != len(said["tokens"]):
+    offsets = echoed.get("text_offset")
+    if not isinstance(offsets, list) or len(offsets) != len(echoed["tokens"]):
         return None
     begun = itertools.accumulate(not _continues(byte) for byte in text)
     characters = [*(n - 1 for n in begun), len(text.decode())]
@@ -145,15 +151,15 @@ def _begins(said: Mapping[str, Any], text: bytes) -> Begins | None:
 
 
 def _continues(byte: int) -> bool:
-    """Whether it is not the first of a character's, in UTF-8."""
+    """Return whether a byte is not the first one of a character in UTF-8."""
     return byte & 0xC0 == 0x80
 
 
 def _sides(tokens: Sequence[str], moves: Sequence[Moves], border: int) -> list[set[bool]]:
-    """For each token whether it ends behind the border; both: its places do not tell.
+    """Return whether each token ends after the border; both values if that is ambiguous.
 
-    A token spelled as nothing is the first part of the character that follows; another one that is
-    no part of the text is special, such as <s>, and the context's.
+    A token with the text "" and no bytes is the first part of the next character. Another token
+    without bytes is special, such as <s>, and belongs to the context.
     """
     sides: list[set[bool]] = []
     following = {False}
@@ -167,18 +173,23 @@ def _sides(tokens: Sequence[str], moves: Sequence[Moves], border: int) -> list[s
 
 
 def _summed(logprobs: Sequence[float], alternatives: Sequence[Mapping[str, float]]) -> Score:
-    """The score of tokens, each with the likeliest at its place and their log-probabilities."""
-    bests, first, alone = [], True, True
+    """Add up the scores of tokens.
+
+    Args:
+        logprobs: log-probability of each token.
+        alternatives: log-probabilities of the likeliest tokens at each position.
+    """
+    bests, is_best, is_unique = [], True, True
     for logprob, likeliest in zip(logprobs, alternatives, strict=True):
         values = [float(value) for value in likeliest.values()]
         best = max(logprob, *values)
         bests.append(best)
-        first = first and logprob >= best - _TIE
-        alone = alone and sum(value >= best - _TIE for value in values) < 2
+        is_best = is_best and logprob >= best - _TIE
+        is_unique = is_unique and sum(value >= best - _TIE for value in values) < 2
     return Score(
         math.fsum(logprobs),
-        greedy=first and alone,
-        tied=first and not alone,
+        greedy=is_best and is_unique,
+        tied=is_best and not is_unique,
         best_logprob=math.fsum(bests),
         mean_probability=math.fsum(map(math.exp, logprobs)) / len(logprobs),
         least_best=math.exp(min(bests)),
