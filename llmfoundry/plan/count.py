@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -404,6 +404,10 @@ def _trains_before(model: Decoder) -> bool:
     return any(p.requires_grad and id(p) not in others for p in model.parameters())
 
 
+class _LastBlockReached(Exception):
+    """Ends a forward pass whose remaining operations nobody counts."""
+
+
 class _Counter:
     """Runs parts of a reduced model whose parameters are fake tensors, and records their cost."""
 
@@ -468,15 +472,17 @@ class _Counter:
     def _inputs(
         self, rows: int, blocks: Sequence[nn.Module]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of each block's call in a forward pass of the reduced model."""
+        """Return the arguments of each block; the forward pass stops before the last block."""
         inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs.append((args, kwargs))
+            if len(inputs) == len(blocks):
+                raise _LastBlockReached
 
         hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
         batch = self._batch(rows)
-        with torch.no_grad(), self._autocast():
+        with suppress(_LastBlockReached), torch.no_grad(), self._autocast():
             self._root(batch.tokens, batch.layout, lambda model, hidden: None)
         for hook in hooks:
             hook.remove()
