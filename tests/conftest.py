@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import sys
 
 import pytest
 
+from tests.counts import VARIABLE, counts_folder, share_counts
 from tests.day import day
 from tests.disk import skip_fsync
 
@@ -22,6 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each othe
 gc.disable()  # until everything is imported
 skip_fsync()
 day()  # the same for all workers
+OWNS_COUNTS = VARIABLE not in os.environ
+counts_folder()  # the same for all workers, and for what they start
 
 LONG = (  # by the seconds of CPU that they take, from 35 to 10
     "tests/recipe/test_examples.py",
@@ -92,6 +97,14 @@ def pytest_collection_finish() -> None:
 
     What is made later is looked at less often than by default, to read a recipe in a fifth less.
     """
+    if "llmfoundry.plan.count" in sys.modules:
+        share_counts()
     gc.enable()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the session's counts, in the process that made their folder."""
+    if OWNS_COUNTS:
+        shutil.rmtree(counts_folder(), ignore_errors=True)

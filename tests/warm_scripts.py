@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import importlib
 import json
 import os
 import pickle
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -195,15 +193,12 @@ def _main() -> None:
         importlib.import_module(name)
     _warm()
     os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/disk.py
-    folder = tempfile.mkdtemp()
-    sys.modules["llmfoundry.plan.count"]._known = Counts(folder)  # type: ignore[attr-defined]
+    sys.path.append(str(SCRIPTS.parent))
+    importlib.import_module("tests.counts").share_counts()
+    sys.path.pop()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # as in tests/conftest.py
-    try:
-        request = _serve()
-    except SystemExit:  # of this process alone
-        shutil.rmtree(folder)
-        raise
+    request = _serve()
     if "words" in request:
         _end_with(lambda: _run_script(request["words"], request["processes"]))
     _end_with(lambda: _run_ranks(request))
@@ -250,30 +245,6 @@ def _warm_mlflow() -> None:
         open_client(f"sqlite:///{folder}/mlflow.db").search_experiments()
     gc.freeze()
     assert psutil.Process().num_threads() == 1
-
-
-class Counts(dict[str, Any]):
-    """What forks have counted of models, for others: it takes half the time of a run of seconds."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = Path(folder)
-
-    def __contains__(self, key: object) -> bool:
-        path = self._path(key)
-        if not super().__contains__(key) and path.exists():
-            super().__setitem__(str(key), pickle.loads(path.read_bytes()))
-        return super().__contains__(key)
-
-    def __setitem__(self, key: str, value: object) -> None:
-        super().__setitem__(key, value)
-        path = self._path(key)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(pickle.dumps(value))
-        written.rename(path)
-
-    def _path(self, key: object) -> Path:
-        return self._folder / hashlib.sha256(str(key).encode()).hexdigest()
 
 
 def _run_script(words: list[str], processes: int) -> None:
