@@ -214,8 +214,8 @@ def _defaults_list(
 ) -> Any:
     """Return Hydra's expanded defaults list of `_ROOT`.
 
-    Hydra's own groups (`hydra/launcher`) are 40 files that no recipe uses. Without them the list
-    takes a fifth of the time.
+    Hydra's own groups, such as its launchers, are 40 files that no recipe uses. Without them the
+    list takes a fifth of the time.
     """
     from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
