@@ -1,7 +1,7 @@
-"""What trains in a fine-tuned run: an adapter, or all but what `freeze` names.
+"""Trained parameters of a fine-tuned run: an adapter, or all parameters except those of `freeze`.
 
-`build_trainer` calls `adapt` on the meta device and `begin_adapter` once the base has its
-weights; all others ask `models.adapter` what is an adapter's.
+Entry points: `adapt`, which `build_trainer` calls on the meta device, and `begin_adapter`, once the
+base has its weights. `models.adapter` knows which parameters belong to an adapter.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 
 FOLDER = "adapter"
-"""In a checkpoint: the adapter as peft's own folder."""
+"""Folder of the adapter, in peft's format, inside a checkpoint."""
 
 
 def has_adapter(recipe: TrainRecipe) -> bool:
-    """Whether a run trains an adapter."""
+    """Return whether a run trains an adapter."""
     return isinstance(recipe, FinetuneRecipe) and recipe.adapter.name != "none"
 
 
@@ -52,18 +52,18 @@ def adapt(
     note: Callable[[str], None] = lambda line: None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Make a base the model that a recipe trains, on the meta device: its adapter, what is frozen.
+    """Turn a base, on the meta device, into the model to train: adapter, frozen parameters.
 
     Args:
         model: the base.
-        recipe: resolved, with the shape of the base.
-        note: reports what was wrapped, frozen or quantized.
-        checkpoint: of the same run, which resumes from it; None: it begins.
+        recipe: resolved recipe, with the shape of the base.
+        note: reports what was adapted, frozen or quantized.
+        checkpoint: checkpoint that the run resumes from; None: it begins.
 
     Raises:
         UserError: a name matches nothing, or an adapter does not fit.
     """
-    _choose_trained(model, recipe, note, checkpoint)  # first: it adds parameters
+    _choose_trained(model, recipe, note, checkpoint)  # first, because it adds parameters
     _hold_frozen(model, recipe, note)
 
 
@@ -73,7 +73,7 @@ def _choose_trained(
     note: Callable[[str], None],
     checkpoint: Path | None,
 ) -> None:
-    """Add the recipe's adapter, or freeze what it names."""
+    """Add the recipe's adapter, or freeze the parameters that it names."""
     if not isinstance(recipe, ResolvedFinetuneRecipe):
         return
     if recipe.adapter.name == "lora" and isinstance(recipe.model, HFModelConfig):
@@ -96,10 +96,10 @@ def _hold_frozen(
     recipe: ResolvedTrainRecipe,
     note: Callable[[str], None],
 ) -> None:
-    """Keep what an adapter stands on in as few bits as the recipe says.
+    """Store the frozen weights below an adapter in as few bits as the recipe allows.
 
-    Matrices in the dtype that products compute in, or in 4 bits. What `freeze` names stays as it
-    is: it is a part of the model that is saved.
+    Matrices are stored in the dtype of matmuls, or in 4 bits. Parameters that `freeze` names keep
+    their dtype: they are part of the model that is saved.
     """
     if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.adapter.name == "none":
         return
@@ -121,17 +121,17 @@ def _hold_frozen(
 
 
 def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) -> None:
-    """Have the rows of tokens train that the model did not know before.
+    """Ensure that the rows of new tokens are trained.
 
-    All new rows are equal at first. Beside an adapter, embedding and head train whole then, which
-    the resolved and the user's recipe say afterwards.
+    All new rows are equal at first. With an adapter, embedding and head are then trained in full,
+    and are added to `adapter.modules_to_save` of the resolved and the user's recipe.
 
     Args:
-        recipe: of the run.
-        note: gets a line where `adapter.modules_to_save` gains names.
+        recipe: recipe of the run.
+        note: reports names that are added to `adapter.modules_to_save`.
 
     Raises:
-        UserError: the rows could not train.
+        UserError: the rows cannot be trained.
     """
     adapter = recipe.adapter
     if isinstance(recipe.model, HFModelConfig):
@@ -178,14 +178,14 @@ def _add_to_class(
     note: Callable[[str], None],
     checkpoint: Path | None,
 ) -> None:
-    from llmfoundry.hf.peft.class_adapter import add_to_class  # transformers takes seconds
+    from llmfoundry.hf.peft.class_adapter import add_to_class  # imports transformers, slowly
 
     folder = _folder(recipe, checkpoint)
     add_to_class(model, recipe, folder, dtype=weight_dtype(recipe.precision), note=note)
 
 
 def _folder(recipe: ResolvedFinetuneRecipe, checkpoint: Path | None) -> Path | None:
-    """Where adapter.pretrained is, or what a checkpoint has of it; None: the run has none."""
+    """Return the folder of adapter.pretrained, or a checkpoint's copy of it; None: not set."""
     if recipe.adapter.pretrained is None:
         return None
     own = None if checkpoint is None else checkpoint / FOLDER
@@ -216,12 +216,12 @@ def _check_experts(recipe: ResolvedFinetuneRecipe) -> None:
 
 
 def begin_adapter(model: Decoder, recipe: ResolvedTrainRecipe) -> None:
-    """Fill the adapter, of a base that has its weights: anew, or from adapter.pretrained.
+    """Initialize the adapter, or load adapter.pretrained; the base must have its weights.
 
-    Every process calls it, as it may gather shards.
+    All ranks call this, because it may gather shards.
 
     Raises:
-        UserError: the adapter was made for another base.
+        UserError: the adapter belongs to another base.
     """
     if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.adapter.name == "none":
         return
@@ -241,16 +241,16 @@ def begin_adapter(model: Decoder, recipe: ResolvedTrainRecipe) -> None:
 
 
 def check_base(model: Decoder, folder: Path, key: str, *, rows: int | None = None) -> None:
-    """Every process calls it, as it may read shards.
+    """Check that a model is the base of an adapter; all ranks call this, as it may gather shards.
 
     Args:
-        model: with its weights.
-        folder: the adapter's.
-        key: of the recipe, for errors.
-        rows: of embedding and head that are the base's; None: all of them.
+        model: model with its weights.
+        folder: folder of the adapter.
+        key: recipe key, for errors.
+        rows: rows of embedding and head that belong to the base; None: all.
 
     Raises:
-        UserError: an adapter's folder has numbers of a base, and they are not this model's.
+        UserError: the adapter's folder has samples of its base, which differ from this model.
     """
     check = BaseCheck(folder, key)
     if check.then is not None:
@@ -258,21 +258,21 @@ def check_base(model: Decoder, folder: Path, key: str, *, rows: int | None = Non
 
 
 class BaseCheck:
-    """Compares a base with the numbers that an adapter's folder has of its own.
+    """Compares a base with the samples of weights in an adapter's folder.
 
     Attributes:
-        then: those numbers by name; None: the folder is another library's, where names and shapes
-            have to do.
+        then: samples of the adapter's base by tensor name; None: another library wrote the folder,
+            and only names and shapes can be compared.
     """
 
     then: Any = None
 
     def __init__(self, folder: Path, key: str) -> None:
-        """Read them.
+        """Read the samples.
 
         Args:
-            folder: the adapter's.
-            key: of the recipe, for errors.
+            folder: folder of the adapter.
+            key: recipe key, for errors.
 
         Raises:
             UserError: they cannot be read.
@@ -282,7 +282,7 @@ class BaseCheck:
             self.then = read_object(folder / BASE)
 
     def compare(self, now: Mapping[str, list[float]]) -> None:
-        """Raise a UserError where `base_sample`'s numbers of a base are not those."""
+        """Raise a UserError if the result of `base_sample` for a base differs."""
         different = base_difference(self.then, now)
         if different is not None:
             raise UserError(
@@ -291,18 +291,18 @@ class BaseCheck:
             )
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raise a UserError where a base of these tensors has none of those."""
+        """Raise a UserError if the base has none of the sampled tensors."""
         if self.then and not self.then.keys() & names:
             self.compare({})
 
     def compare_tensor(self, name: str, tensor: Tensor, rows: int | None = None) -> None:
-        """The same of one tensor, as the model holds it, of its first `rows`."""
+        """Compare one tensor in the model's representation, or its first `rows`."""
         if self.then is not None and name in self.then and tensor.is_floating_point():
             self.compare({name: tensor_sample(tensor, rows)})
 
 
 def lora_plus_ratio(recipe: ResolvedTrainRecipe) -> float:
-    """Learning rate of an adapter's B over that of all else."""
+    """Return the ratio of the learning rates of an adapter's B and of all other parameters."""
     if not isinstance(recipe, ResolvedFinetuneRecipe):
         return 1.0
     return recipe.adapter.lora_plus_ratio or 1.0

@@ -1,6 +1,7 @@
-"""The callbacks that a recipe asks for: one function for each of the table `CALLBACKS`.
+"""Callbacks of a recipe, by one function for each entry of the table `CALLBACKS`.
 
-`generate_samples` writes continuations of prompts, and answers to validation prompts.
+Entry point: `build_callbacks`. `build_samples` generates continuations of prompts, and answers to
+validation prompts.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from llmfoundry.train.trainer import Callback
 
 
 def build_callbacks(job: RunContext) -> list[Callback]:
-    """Those that the recipe asks for, in the order in which they are called."""
+    """Return the callbacks of the recipe, in the order in which they are called."""
     config = job.recipe.callbacks
     found: list[Callback] = []
     for name in config.chosen():
         make = load_code(CALLBACKS[name].make, MAKERS.get(name))
         found.append(make(job, **(config.plugins.get(name) or {})))
-    return [*found, *profilers(job)]  # last, so that a step's other callbacks are in its trace
+    return [*found, *profilers(job)]  # last, so that traces include other callbacks of the step
 
 
 def profilers(job: RunContext) -> Iterator[Callback]:
-    """Traces of steps, and snapshots of memory."""
+    """Yield the callbacks for traces of steps and for memory snapshots."""
     config, world = job.recipe.profile, job.world
     if not config.is_on:
         return
@@ -64,58 +65,58 @@ def profilers(job: RunContext) -> Iterator[Callback]:
 
 
 def speed_monitor(job: RunContext) -> Callback:
-    """Throughput, of the FLOPs of what trains."""
+    """Return the callback for throughput, from the FLOPs of trained parameters."""
     flops = trained_flops_per_token(job.root.model, job.recipe.max_seq_len)
     window, peak = job.recipe.callbacks.speed_window, peak_flops(job.world.device)
     if job.recipe.fp8_recipe is not None:
-        peak = None  # of bf16; products of a model in fp8 have one and another
+        peak = None  # the bf16 peak does not apply to fp8, which only some matmuls use
     return SpeedMonitor(window=window, flops_per_token=flops, peak_flops=peak)
 
 
 def step_times(job: RunContext) -> Callback:
-    """Where a step's time goes."""
+    """Return the callback for the components of step time."""
     return StepTimes(job.world.device)
 
 
 def lr_monitor(job: RunContext) -> Callback:
-    """Learning rates."""
+    """Return the callback for learning rates."""
     return LRMonitor()
 
 
 def optimizer_monitor(job: RunContext) -> Callback:
-    """Norms of parameters, gradients and moments."""
+    """Return the callback for norms of parameters, gradients and optimizer state."""
     return OptimizerMonitor()
 
 
 def memory_monitor(job: RunContext) -> Callback:
-    """Peak memory."""
+    """Return the callback for peak memory."""
     return MemoryMonitor()
 
 
 def runtime_estimator(job: RunContext) -> Callback:
-    """Time that remains."""
+    """Return the callback for the remaining time."""
     return RuntimeEstimator()
 
 
 def generate_samples(job: RunContext) -> Callback:
-    """Samples of text."""
+    """Return the callback for text samples."""
     return GenerateSamples(job.recipe.callbacks.generate, build_samples(job))
 
 
 def early_stopper(job: RunContext) -> Callback:
-    """The end of a run that no longer improves."""
+    """Return the callback that ends a run which no longer improves."""
     return EarlyStopper(job.recipe.callbacks.early_stopper)
 
 
 def garbage_collection(job: RunContext) -> Callback:
-    """Collections at the same batch on all processes."""
+    """Return the callback that collects garbage in the same step on all ranks."""
     return GarbageCollection(job.recipe.callbacks.gc_interval)
 
 
 SLOTS = 8
-"""Samples drawn at a time at most, and of no more tokens than a microbatch has."""
+"""Maximum number of samples generated at once, with at most the tokens of a microbatch."""
 Sample = tuple[str, ...]
-"""Prompt and what was written; of validation rows also what was expected."""
+"""Prompt and generated text; for validation prompts also the reference answer."""
 
 
 MAKERS: dict[str, Callable[..., Callback]] = {
@@ -129,12 +130,12 @@ MAKERS: dict[str, Callable[..., Callback]] = {
     "early_stopper": early_stopper,
     "gc_interval": garbage_collection,
 }
-"""The code of the entries of CALLBACKS that come with the project. `watch` is of a package above
-this one; who trains adds it (`cli/commands/train.py`)."""
+"""Functions of the CALLBACKS that the project defines. `watch` belongs to a higher package;
+`cli/commands/train.py` registers it."""
 
 
 def build_samples(job: RunContext) -> Callable[[int], list[Sample]]:
-    """A function of the batch that continues the prompts, and answers the first validation rows."""
+    """Return a function that continues the prompts and answers the first validation prompts."""
     config = job.recipe.callbacks.generate
     asked = _asked(job, config.from_validation) if config.from_validation else []
 
@@ -156,10 +157,10 @@ def build_samples(job: RunContext) -> Callable[[int], list[Sample]]:
 
 
 def draw_seed(seed: int, batch: int, place: int) -> int:
-    """The seed of one sample's draws: the same after a resume, another for each batch and place.
+    """Return the seed of one sample, a function of batch and place, also after a resume.
 
-    Draws of one seed choose the same quantile at the same token: prompts and times would share
-    their odd words.
+    Samples with the same seed would use the same quantile at each token: all prompts and times
+    would have their unlikely tokens at the same positions.
     """
     digest = blake2b(f"{seed}/{batch}/{place}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
@@ -185,7 +186,7 @@ def _parts(held_out: HeldOut) -> Iterable[HeldOut]:
 def _answered(
     job: RunContext, example: HeldOutPrompt, prompt: list[int], drawn: list[int]
 ) -> Sample:
-    """An answer up to the end of its turn, where the tokenizer's template has one."""
+    """Return an answer up to the end of its turn, if the tokenizer's template marks it."""
     tokenizer = job.tokenizer
     end = tokenizer.chat.end_of_turn if tokenizer.has_chat else tokenizer.eos
     pieces = stream_text(drawn, tokenizer.decode, stops=[end])
@@ -194,7 +195,7 @@ def _answered(
 
 
 def _drawn(job: RunContext, prompts: list[list[int]], batch: int) -> list[list[int]]:
-    """What the model draws after each prompt; every process draws the same."""
+    """Return the generated tokens after each prompt, the same on all ranks."""
     config, device = job.recipe.callbacks.generate, job.world.device
     length = max(map(len, prompts), default=0) + config.max_new_tokens
     for prompt in prompts:

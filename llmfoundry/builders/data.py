@@ -1,8 +1,8 @@
-"""The recipe's `data` section opened: streams to train on, and held-out text.
+"""Data of a run, from the recipe's `data` section: training streams and held-out text.
 
-Read `open_data` first. Process 0 alone reads the indices of shards, and what must be measured on
-their samples, and hands them to the others: thousands of processes would ask a store for the same
-file. Corpora are prepared, and found in its own cache, by the first process of each machine.
+Entry point: `open_data`. Only rank 0 reads the indices of shards and inspects their samples, and
+broadcasts the results: otherwise thousands of ranks would request the same file from a store. On
+each machine one rank prepares corpora, or finds them in the machine's cache.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from llmfoundry.recipe.data import DataConfig, FilterConfig
 from llmfoundry.recipe.source import CORPORA, SourceConfig, StreamConfig, under_key
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
-_STEPS = 10  # fewer do not warm an optimizer up
-_EPOCHS, _WORTH = 16, 4  # repeating text is worth little beyond, and nearly as much as new text up
-# to: Muennighoff et al., 2023 (arXiv 2305.16264)
+_STEPS = 10  # with fewer steps, the optimizer does not warm up
+_EPOCHS, _WORTH = 16, 4  # repetition is worth little above 16 epochs, and nearly as much as new
+# text up to 4: Muennighoff et al., 2023 (arXiv 2305.16264)
 _HELD_OUT_BYTES = 4096  # about 1,000 tokens: their mean loss has a standard error of 2 to 3 %
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads.
+    """Data of a run.
 
     Attributes:
-        streams: to train on, in the recipe's order.
-        weights: each stream's part of the mixture at the start.
-        epoch_rows: rows of an epoch.
-        validation: held-out text; no rows where there is none.
-        bytes_per_token: of the training text; an estimate for MDS shards.
-        summary: lines for the user: counts, sizes, and what was dropped.
-        bad_rows: those of its lines about rows that cannot be used and are left out.
+        streams: training streams, in the recipe's order.
+        weights: initial proportion of each stream.
+        epoch_rows: sequences per epoch.
+        validation: held-out text; no sequences if there is none.
+        bytes_per_token: ratio in the training text; an estimate for MDS shards.
+        summary: lines to log: counts, sizes, and dropped examples.
+        bad_rows: lines of the summary about invalid rows, which are skipped.
     """
 
     streams: tuple[Stream, ...]
@@ -84,13 +84,13 @@ class RunData:
     bad_rows: tuple[str, ...] = ()
 
     def validation_texts(self) -> list[str]:
-        """The held-out documents."""
+        """Return the held-out documents."""
         return self.validation.texts()
 
 
 @dataclass
 class _Opened:
-    """One stream."""
+    """One opened stream."""
 
     stream: Stream
     bytes_per_token: float
@@ -101,7 +101,7 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _Probed:
-    """What process 0 found out about a folder of shards."""
+    """Result of rank 0's inspection of a folder of shards."""
 
     index: Index
     probe: PackingProbe | None = None
@@ -110,10 +110,10 @@ class _Probed:
 
 
 def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> RunData:
-    """Open all that the recipe's `data` section names; every process calls it.
+    """Open all data of the recipe; all ranks call this.
 
     Raises:
-        UserError: something of it cannot be read, or is not for this recipe; on every process.
+        UserError: data cannot be read or does not match the recipe; on every rank.
     """
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
@@ -143,13 +143,13 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
 
 
 def _is_measured(recipe: ResolvedTrainRecipe) -> bool:
-    """Whether a run needs held-out text: to measure on, or to answer."""
+    """Return whether a run needs held-out text, for evaluation or for samples."""
     generate = recipe.callbacks.generate
     return recipe.eval.validation or bool(generate and generate.from_validation)
 
 
 def _refuse_filters(config: DataConfig) -> None:
-    """Shards hold what they hold."""
+    """Reject filters of shards, whose documents are fixed."""
     given = {"filter": config.filter != FilterConfig(), "deduplicate": config.deduplicate != "none"}
     for key in (key for key, is_given in given.items() if is_given):
         raise UserError(
@@ -159,7 +159,7 @@ def _refuse_filters(config: DataConfig) -> None:
 
 
 def open_held_out(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> RunData:
-    """The held-out text alone, to measure a run: its training shards are left alone."""
+    """Open only the held-out text, for an evaluation; training shards are not read."""
     config = recipe.data
     streams: Mapping[str, SourceConfig] = config.streams or {ONLY: config}
     opening = _Opening(recipe, tokenizer, world)
@@ -169,14 +169,14 @@ def open_held_out(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: Worl
 
 
 def no_held_out() -> RunData:
-    """No text at all, where none is measured."""
+    """Return data without text, for runs that measure no loss on text."""
     return RunData((), (), 0, Chain([]), math.nan, "")
 
 
 def _open_all(
     opening: _Opening, streams: Mapping[str, SourceConfig], validation: StreamConfig | None
 ) -> tuple[list[_Opened], HeldOut]:
-    """What to train and to measure on; bad rows of all of them are reported together."""
+    """Open training and held-out data; invalid rows of all sources are reported together."""
     opened, problems = list[_Opened](), list[str]()
     for name, source in streams.items():
         try:
@@ -197,7 +197,7 @@ def _open_all(
 
 
 def learning_corpus(config: DataConfig) -> DataConfig:
-    """The part of the data that a tokenizer is learned from: the corpora, never shards."""
+    """Return the part of the data that a tokenizer is trained on: corpora, not shards."""
     sources = [config.alone(s) for s in config.streams.values()] or [config]
     corpora = [s for s in sources if s.name in CORPORA and not s.is_supervised]
     if not corpora:
@@ -218,7 +218,7 @@ def learning_corpus(config: DataConfig) -> DataConfig:
 
 
 def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> Iterator[str]:
-    """Lines about what a run amounts to whose rows, or whose held-out text, are few."""
+    """Yield lines about a run with little training or held-out data."""
     batch, rows, total = recipe.global_train_batch_size, data.epoch_rows, clock.total
     epochs = total / clock.batches_per_epoch
     steps = "1 step" if total == 1 else f"{total:,} steps"
@@ -252,24 +252,24 @@ def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> 
 
 
 class _Opening:
-    """Opens one source after another, for the same recipe and tokenizer."""
+    """Opens sources one after another for the same recipe and tokenizer."""
 
     def __init__(self, recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -> None:
         self._recipe, self._config = recipe, recipe.data
         self._tokenizer, self._world = tokenizer, world
         self._options = FetchOptions.from_config(recipe.data)
-        self.notes: list[str] = []  # each store that gave no index, held-out rows
-        self.bad_rows: list[str] = []  # lines of held-out rows
+        self.notes: list[str] = []  # stores without an index, held-out rows
+        self.bad_rows: list[str] = []  # lines about invalid held-out rows
 
     def stream(self, name: str, source: SourceConfig) -> _Opened:
-        """One to train on."""
+        """Open a training stream."""
         if source.is_supervised:
             opened = partial(self._supervised, name, source)
             return on_each_machine(self._world, opened, patient=True)
         return self._corpus(name, source) if source.name in CORPORA else self._shards(name, source)
 
     def held_out(self, config: StreamConfig) -> HeldOut:
-        """Shards, or supervised rows, to measure on."""
+        """Open held-out shards or supervised examples."""
         if config.is_supervised:
             opened = partial(self._validation_rows, config)
             rows, lines, bad_rows = on_each_machine(self._world, opened, patient=True)
@@ -301,7 +301,7 @@ class _Opening:
         return kinds[type(source)](source)
 
     def _held_out_split(self, config: StreamConfig) -> str | None:
-        """The folder of held-out shards: of two names for it the one that is there."""
+        """Return the folder of held-out shards, which has one of two names."""
         if config.split not in TWINS:
             return config.split
         for split in (config.split, TWINS[config.split]):
@@ -311,7 +311,7 @@ class _Opening:
                 return split
             except UserError as error:
                 if not is_missing(error):
-                    break  # reported when it is opened
+                    break  # reported when the folder is opened
         return config.split
 
     def _read_index(self, key: str, folder: ShardFolder) -> Index:
@@ -325,7 +325,7 @@ class _Opening:
         return index
 
     def _supervised(self, name: str, source: SourceConfig) -> _Opened:
-        """Supervised rows to train on, and what they hold out."""
+        """Open supervised training examples, and the examples that they hold out."""
         config = self._config if name == ONLY else self._config.alone(source)
         held_out = config.validation_fraction if self._config.validation is None else 0.0
         key = stream_key(name)
@@ -351,7 +351,7 @@ class _Opening:
     def _validation_rows(
         self, source: SourceConfig
     ) -> tuple[SupervisedHeldOut, list[str], list[str]]:
-        """The rows of data.validation, all to measure on; notes and bad rows as of `_Opened`."""
+        """Open the rows of data.validation; notes and invalid rows are as in `_Opened`."""
         config, key = self._config.alone(source), "data.validation"
         store, packed, lines = self._packed_rows(key, config, 0.0)
         members = np.sort(packed.members)
@@ -361,7 +361,7 @@ class _Opening:
     def _packed_rows(
         self, key: str, config: DataConfig, held_out: float
     ) -> tuple[ExampleStore, PackedExamples, list[str]]:
-        """Rows tokenized and packed, from their caches or anew; and lines for the user."""
+        """Return tokenized and packed rows, from the cache if possible, and lines to log."""
         config = replace(config)
         config.fill()
         store = prepare_rows(config, key, self._tokenizer, seed=self._recipe.seed)
@@ -474,9 +474,9 @@ class _Opening:
         return found
 
     def _look(self, key: str, source: MDSTokens, shard: int) -> tuple[float, list[str]]:
-        """Bytes of text that a token stands for, and a line about rows that do not fit.
+        """Return bytes of text per token, and a line about truncated samples.
 
-        `shard` is the one that is needed first anyway.
+        `shard` is the shard that training reads first.
         """
         seq_len = self._recipe.max_seq_len
         found = inspect_samples(

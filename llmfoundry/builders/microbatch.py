@@ -1,17 +1,16 @@
-"""How many rows a process computes at a time, and what is done where a step of them does not fit.
+"""Microbatch size of a run: the estimate, a measurement by probes, and limits after out of memory.
 
-`builders/trainer.py` calls `settle_microbatch` where a run begins: the estimate's choice
-(`plan/fit.py`), or what a probe measured, but never more than an earlier start of the same run was
-left with after it ran out of memory; and `build_limit` for the loop.
+Entry points: `settle_microbatch`, which `builders/trainer.py` calls when a run begins, and
+`build_limit` for the training loop. The size is that of the estimate (`plan/fit.py`) or of a probe,
+but never more than what an earlier start of the run was left with after it ran out of memory.
 
-With `auto_probe: on` the microbatch that fits is measured before the run, in other processes
-(`probe_fit`). Each process of the run starts one beside it (`probe_child.py`), and these join each
-other as those of the run do, so that a share of a sharded model is measured as a share. They take
-real steps (forward, backward, optimizer) of the recipe's model: at the estimate, then at larger
-sizes until one does not fit; where the estimate does not, new ones try smaller sizes. What was
-measured is kept in the cache folder, by recipe, code, PyTorch and machine: not the choice but the
-peaks, which a later start compares with the memory that is free then. A probe that breaks or hangs
-ends itself and no run.
+With `auto_probe: on`, `probe_fit` measures the largest microbatch before the run, in separate
+processes (`probe_child.py`). Each rank starts one, and these form a process group like the ranks
+do, so that memory of a sharded model is measured correctly. They take real steps (forward,
+backward, optimizer) of the recipe's model, first with the estimated size and then with larger ones
+until one does not fit. If the estimate does not fit, new processes try smaller sizes. The measured
+peaks, not the choice, are stored in the cache folder by recipe, code, PyTorch version and machine.
+A later start compares them with its free memory. A probe that fails or hangs does not end the run.
 """
 
 from __future__ import annotations
@@ -62,19 +61,19 @@ from llmfoundry.telemetry import BEATS
 from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembered
 
 FOLDER = "probes"
-"""Of data.cache_folder."""
+"""Subfolder of data.cache_folder."""
 USABLE = 0.95
-"""Share of the free memory that a measured peak may take: batches differ, gaps of an allocator
-grow."""
+"""Fraction of the free memory that a measured peak may take: batches differ, and fragmentation
+grows."""
 SECONDS = 600.0
-"""Of one set of processes, after which they are ended: the model is built and steps are taken."""
+"""Timeout of one group of probe processes, which build the model and take steps."""
 STDERR = "stderr"
-"""The file of a process's standard error, beside its results."""
+"""File of a probe's standard error, next to its results."""
 SHORT = 3
 """Exit status of a process that ran out of memory."""
-_PAUSE = 0.2  # seconds between two looks at the processes
+_PAUSE = 0.2  # seconds between polls of the processes
 _FAILED, _RUNNING, _DONE = 0, 1, 2
-_OTHER = re.compile(  # of a recipe: what its steps' memory does not depend on
+_OTHER = re.compile(  # recipe keys that do not affect the memory of a step
     r"run_name|seed|max_duration|pause_at|save_\w+|load_\w+|autoresume|\w+_interval|eval_\w+|auto_probe"
     r"|device_eval_batch_size|tokenizer|data|schedule|eval|logger|callbacks|profile|health_check"
     r"|hang|supervise|preference"
@@ -83,15 +82,15 @@ _OTHER = re.compile(  # of a recipe: what its steps' memory does not depend on
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What a probe's process is told.
+    """Input of a probe process.
 
     Attributes:
-        recipe: of the run, its activation checkpointing decided.
-        sizes: rows at a time to try, ascending.
-        rows: of a step, on each process.
-        available: bytes that it may take; on a GPU the device is the limit.
-        results: a file to which it adds a line for each size that fits.
-        plugins: of `imported`.
+        recipe: resolved recipe; activation checkpointing is decided.
+        sizes: microbatch sizes to try, ascending.
+        rows: sequences of a step on each rank.
+        available: bytes that it may use; on a GPU the limit is the device.
+        results: file to which it appends a line for each size that fits.
+        plugins: result of `imported`.
     """
 
     recipe: ResolvedTrainRecipe
@@ -104,12 +103,12 @@ class ProbeRequest:
 
 @dataclass
 class ProbeResults:
-    """What probes have found of a recipe, on the fullest process.
+    """Measurements of probes, the maximum over ranks.
 
     Attributes:
-        peaks: bytes that a step took beside what the process had before, by rows at a time.
-        seconds: of a row of a step.
-        too_large: bytes that were free where so many rows did not fit.
+        peaks: bytes that a step needs in addition to those used before, by microbatch size.
+        seconds: seconds of a step per sequence.
+        too_large: free bytes with which a microbatch size did not fit.
     """
 
     peaks: dict[int, int] = field(default_factory=dict)
@@ -117,15 +116,16 @@ class ProbeResults:
     too_large: dict[int, int] = field(default_factory=dict)
 
     def fitting(self, sizes: Sequence[int], available: int) -> int | None:
-        """The most rows of `sizes` that were measured and fit; None: none does."""
+        """Return the largest size that was measured and fits; None: no size does."""
         room = USABLE * available
         fits = [rows for rows in sizes if rows in self.peaks and self.peaks[rows] <= room]
         return max(fits, default=None)
 
     def next_sizes(self, sizes: Sequence[int], start: int, available: int) -> list[int]:
-        """What is to be tried, ascending; empty: nothing that may change the choice.
+        """Return the sizes to try, ascending; empty if no measurement can change the choice.
 
-        From `start` up to what does not fit; where `start` does not, the next smaller size.
+        These are the sizes from `start` up to one that does not fit, or, if `start` does not fit,
+        the next smaller size.
         """
         below = [n for n in sizes if n < self._least_too_large(available)]
         known = self.fitting(sizes, available) or 0
@@ -149,17 +149,17 @@ def probe_fit(
     note: Callable[[str], None],
     most: int | None = None,
 ) -> Fit:
-    """The fit with the most rows that were measured to fit; every process calls it.
+    """Return the fit with the largest microbatch that was measured to fit; all ranks call this.
 
     Args:
-        recipe: of the run, its activation checkpointing that of `fit`.
-        fit: of the estimate, which is kept where the probe finds nothing.
+        recipe: resolved recipe; its activation checkpointing is that of `fit`.
+        fit: the estimate, which is returned if the probe finds nothing.
         world: this process.
-        available: bytes that each process may take.
-        note: reports what was found.
-        most: rows at a time to try at most; unset: on a GPU all, elsewhere the estimate's, as more
-            is not faster on a CPU; nor more where processes share experts, whose load in the first
-            steps is several times that of a probe's.
+        available: bytes that each rank may use.
+        note: reports the result.
+        most: largest size to try. Default on a GPU: all. On a CPU, and with expert parallelism, the
+            estimated size: larger ones are not faster on a CPU, and the expert load in the first
+            steps is several times that of a probe.
     """
     rows = rows_per_process(recipe, recipe.parallel.degrees(world.size).data)
     shared = getattr(recipe.parallel, EXPERT) != 1
@@ -174,7 +174,7 @@ def probe_fit(
         request = ProbeRequest(recipe, tried, rows, available, Path(), imported())
         problem = _measure(request, found, world, note)
         if world.is_main:
-            with suppress(OSError):  # the next start measures again
+            with suppress(OSError):  # if it cannot be stored, the next start measures again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, dataclasses.asdict(found))
     chosen = found.fitting(sizes, available)
@@ -198,7 +198,7 @@ def _listed(sizes: Sequence[int]) -> str:
 def _measure(
     request: ProbeRequest, found: ProbeResults, world: World, note: Callable[[str], None]
 ) -> str:
-    """Try sizes in one set of processes, and add to `found`; why that failed, empty: it did not."""
+    """Try sizes in one group of processes, and add to `found`; return why it failed, or ""."""
     port = on_rank0(world, _free_port)
     host = on_rank0(world, own_host)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-probe-") as folder:
@@ -231,7 +231,7 @@ def _measure(
 
 
 def _start(request: ProbeRequest, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with (request.results.parent / STDERR).open("wb") as file:  # a pipe could become full
+    with (request.results.parent / STDERR).open("wb") as file:  # a pipe could fill up and block
         process: subprocess.Popen[bytes] = start_module(
             "llmfoundry.builders.probe_child",
             str(os.getpid()),
@@ -247,7 +247,7 @@ def _start(request: ProbeRequest, env: Mapping[str, str]) -> subprocess.Popen[by
 
 
 def _wait(process: subprocess.Popen[bytes], world: World) -> str:
-    """Until all have ended, or one has failed; why it was ended, empty: it was not."""
+    """Wait until all probes have ended or one has failed; return why it was killed, or ""."""
     deadline = time.monotonic() + SECONDS
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -263,7 +263,7 @@ def _wait(process: subprocess.Popen[bytes], world: World) -> str:
 
 
 def _results(path: Path) -> dict[int, tuple[int, float]]:
-    """Peak and seconds by size, of the lines that are complete."""
+    """Return peak and seconds by size, from the complete lines."""
     found = dict[int, tuple[int, float]]()
     for line in _read_text(path).splitlines():
         with suppress(ValueError, KeyError):
@@ -277,7 +277,7 @@ def _read_text(path: Path) -> str:
 
 
 def _environment(host: str = "", port: int = 0) -> dict[str, str]:
-    """Of a probe's process: this one's place, at another meeting; no supervisor, no torchrun."""
+    """Return the environment of a probe: this rank, a new rendezvous, no supervisor or torchrun."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     for name in (ENDS_FOLDER, BEATS):
         env.pop(name, None)
@@ -292,7 +292,7 @@ def _free_port() -> int:
 
 
 def _cache_path(recipe: ResolvedTrainRecipe, world: World) -> Path:
-    """Where what was measured is kept."""
+    """Return the file of the measurements."""
     every = dataclasses.asdict(recipe)
     facts = {key: value for key, value in every.items() if not _OTHER.fullmatch(key)}
     where = {"size": world.size, "device": machine(world.device), "torch": torch.__version__}
@@ -301,7 +301,7 @@ def _cache_path(recipe: ResolvedTrainRecipe, world: World) -> Path:
 
 
 def machine(device: torch.device) -> str:
-    """What computes, and its memory: the same on every machine of its kind."""
+    """Return a description of the device and its memory, equal on all machines of a kind."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return f"{found.name}, {round(found.total_memory / GIB)} GiB"
@@ -309,8 +309,8 @@ def machine(device: torch.device) -> str:
 
 
 def _own_limits() -> Iterator[str]:
-    """What limits of this process (ulimit) leave it of the memory."""
-    with suppress(ImportError):  # Windows has none
+    """Yield the memory limits of this process (ulimit)."""
+    with suppress(ImportError):  # not available on Windows
         import resource
 
         for name in ("RLIMIT_AS", "RLIMIT_DATA"):
@@ -321,7 +321,7 @@ def _own_limits() -> Iterator[str]:
 
 @cache
 def _code() -> str:
-    """A hash of this package's sources."""
+    """Return a hash of this package's sources."""
     digest, package = hashlib.blake2b(digest_size=12), Path(__file__).resolve().parents[1]
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
@@ -329,7 +329,7 @@ def _code() -> str:
 
 
 def _read(path: Path) -> ProbeResults:
-    """What is known; nothing where the file is not there or damaged."""
+    """Return the stored measurements; empty if the file is missing or damaged."""
     try:
         record = read_json(path)
         peaks = {int(n): int(peak) for n, peak in record["peaks"].items()}
@@ -341,8 +341,8 @@ def _read(path: Path) -> ProbeResults:
     return ProbeResults(peaks, seconds, too_large)
 
 
-_ANY = 2**31  # rows: no limit is known
-_SPARING = (  # of parallel, beside its degrees
+_ANY = 2**31  # sequences: no known limit
+_SPARING = (  # keys of the section parallel, other than degrees, that affect memory
     *("activation_checkpointing", "activation_checkpointing_target", "activation_compression"),
     *("activation_memory_budget", "reshard_after_forward", "reduce_scatter_each_microbatch"),
 )
@@ -357,19 +357,19 @@ def settle_microbatch(
     available: int,
     note: Callable[[str], None],
 ) -> Fit:
-    """The fit, with the rows at a time that a run begins with; every process calls it.
+    """Return the fit with the microbatch size that the run begins with; all ranks call this.
 
     Args:
-        recipe: of the run, its activation checkpointing that of `fit`.
-        fit: of the estimate.
-        run: which remembers what an earlier start was left with.
+        recipe: resolved recipe; its activation checkpointing is that of `fit`.
+        fit: the estimate.
+        run: storage of the run, with the limit that an earlier start was left with.
         world: this process.
-        available: bytes that each process may take.
-        note: reports what is not the estimate's.
+        available: bytes that each rank may use.
+        note: reports a size that differs from the estimate.
     """
     if recipe.auto_probe == "on":
         fit = probe_fit(recipe, fit, world, available=available, note=note)
-    if recipe.save_overwrite:  # begins anew
+    if recipe.save_overwrite:  # the run begins again
         return fit
     facts = memory_facts(recipe, world)
     rows, changed = on_each_machine(world, lambda: remembered(run.folder, facts))
@@ -383,9 +383,9 @@ def settle_microbatch(
 
 
 def memory_facts(recipe: ResolvedTrainRecipe, world: World) -> dict[str, Any]:
-    """What a step's memory depends on beside rows at a time and the run's own model, by key.
+    """Return what the memory of a step depends on, apart from microbatch size and model.
 
-    Where one of them changes, a run may find that more rows fit.
+    If one of these changes, the limit of an earlier start no longer applies.
     """
     degrees = dataclasses.asdict(recipe.parallel.degrees(world.size))
     keys = (
@@ -404,7 +404,7 @@ def memory_facts(recipe: ResolvedTrainRecipe, world: World) -> dict[str, Any]:
 
 
 def build_limit(job: RunContext, module: nn.Module) -> MicrobatchLimit:
-    """What the loop does where a step does not fit; `module` as DDP or FSDP wrapped the model."""
+    """Return the loop's policy for out of memory; `module` is the model wrapped in DDP or FSDP."""
     recipe, world = job.recipe, job.world
     recomputes = recipe.parallel.activation_checkpointing == "whole"
     return MicrobatchLimit(

@@ -1,6 +1,6 @@
-"""A filled recipe's model without its weights, its dtypes, and what its kernels refuse.
+"""Model of a recipe without weights, its dtypes, and the checks of its kernels.
 
-Whoever makes a model calls these: training, evaluation, generation, conversion, the plan.
+Entry point: `build_root`, for training, evaluation, generation, conversion and planning.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 
 def build_root(recipe: ResolvedTrainRecipe) -> Root:
-    """The model on the meta device, in the dtype of its weights: shapes without memory."""
+    """Return the model on the meta device, in the dtype of its weights."""
     if isinstance(recipe.model, HFModelConfig):
         from llmfoundry.hf.causal_lm import HFCausalLM
 
-        model = cast(Decoder, HFCausalLM(recipe.model))  # of which it keeps the contract
+        model = cast(Decoder, HFCausalLM(recipe.model))  # has the same interface
     else:
         with torch.device("meta"):
             model = Decoder(recipe.model)
@@ -37,9 +37,9 @@ def build_root(recipe: ResolvedTrainRecipe) -> Root:
 
 
 def served_precision(precision: str, world: World, note: Callable[[str], None]) -> str:
-    """The precision that is computed in: fp32 for amp_bf16 where any CPU of a run would emulate it.
+    """Return the precision of inference: fp32 for amp_bf16 if any CPU would emulate bfloat16.
 
-    Both keep fp32 weights, so a run may resume in one from the other. `note` reports it.
+    Both keep fp32 weights, so a run may resume in one from the other. `note` reports the change.
     """
     if (
         precision != "amp_bf16"
@@ -56,24 +56,25 @@ def served_precision(precision: str, world: World, note: Callable[[str], None]) 
 
 
 def weight_dtype(precision: str) -> torch.dtype:
-    """What weights, gradients and the optimizer's state are kept in.
+    """Return the dtype of weights, gradients and optimizer state.
 
-    With `bf16` microbatches' gradients are added up in bfloat16 too, except under FSDP, which adds
-    them in fp32; losses of different microbatch sizes then agree to bfloat16's 8 bits only.
+    With `bf16`, gradients of microbatches are also accumulated in bfloat16, except under FSDP,
+    which accumulates in fp32. Losses of different microbatch sizes then agree only to the 8 bits of
+    bfloat16.
     """
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def matmul_dtype(precision: str) -> torch.dtype:
-    """What matrix products, attention and experts compute in."""
+    """Return the dtype of matmuls, attention and experts."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def attention_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str | None:
-    """Why the backend that a filled recipe names cannot serve all its layers; None: it can."""
+    """Return why the recipe's attention backend does not support all layers; None: it does."""
     model, dtype = recipe.model, matmul_dtype(recipe.precision)
     if isinstance(model, HFModelConfig):
-        return None  # transformers reports it itself
+        return None  # transformers reports this
     for spec in attention_specs(model, model.layers(), device).values():
         impl = model.attn_config.attn_impl
         reason = refusal(impl, spec, device, dtype, head_dim=model.head_dim)
@@ -83,7 +84,7 @@ def attention_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str 
 
 
 def experts_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str | None:
-    """Why the backend that a filled recipe names cannot serve its experts; None: it can."""
+    """Return why the recipe's backend for experts does not support them; None: it does."""
     model, ffn = recipe.model, recipe.model.ffn_config
     if ffn.ffn_type != "dmoe":
         return None
@@ -94,10 +95,10 @@ def experts_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str | 
 def build_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Makes the context of a forward pass: bf16 matrix products over fp32 weights, or nothing.
+    """Return a function that creates the context of a forward pass: bf16 autocast, or none.
 
-    fp32 and bf16 need none: all computes in the weights' dtype, and norms, softmax, rotary
-    positions and the loss turn to fp32 by themselves.
+    With fp32 and bf16, everything runs in the dtype of the weights, and norms, softmax, rotary
+    positions and the loss are computed in fp32 without autocast.
     """
     return partial(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=precision == "amp_bf16"

@@ -1,11 +1,11 @@
-"""The objective of preference tuning, and its reference's log-probabilities in the cache.
+"""Objective of preference tuning, and a cache of its reference's log-probabilities.
 
-`build_trainer` calls both, the evaluation `build_objective`. The idea of the reference of dpo and
-kto: a row's documents never change, so the model before training is evaluated once for each, before
-the first step, by all processes together; then neither its memory nor its time is needed. Parts of
-256 rows are written atomically, one after another: a killed run resumes there. Nothing is computed
-from a model that was trained already: where the cache was emptied, a resumed run first loads
-model.pretrained again, and compares it with what the run began with.
+Entry points: `open_reference`, for `build_trainer`, and `needs_reference`. The idea: the documents
+of dpo and kto do not change, so the initial model is evaluated once on each document, before the
+first step, by all ranks together. Training then needs neither the memory nor the time of a second
+model. Parts of 256 rows are written atomically one after another, and a killed run resumes there.
+A trained model is never used as reference: if the cache was deleted, a resumed run first loads
+model.pretrained again and compares it with the model that the run began with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from llmfoundry.train.preference_loss import answer_log_probs, mismatched
 
 
 def check_sides(data: RunData, recipe: ResolvedTrainRecipe) -> None:
-    """What kto learns must be of both kinds."""
+    """Check that the data of kto has desirable and undesirable answers."""
     if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.preference.name != "kto":
         return
     sources = [s.source for s in data.streams if isinstance(s, OrderedStream)]
@@ -62,53 +62,53 @@ def check_sides(data: RunData, recipe: ResolvedTrainRecipe) -> None:
         )
 
 
-PART = 256  # rows of a file: a minute or two of a large model
-WEIGHTS = "preference.weights"  # in a run's identity: the weights that its reference had
+PART = 256  # rows per file: a minute or two with a large model
+WEIGHTS = "preference.weights"  # key of a run's identity: hash of the reference's weights
 Fill = Callable[[Decoder], None]
 
 
 class ReferencedSource:
-    """A source whose rows bring the reference's log-probabilities, once they are known.
+    """A source that adds the reference's log-probabilities to its sequences.
 
     Attributes:
         values: (rows, k, D) fp32.
     """
 
     def __init__(self, source: SequenceSource) -> None:
-        """Of `source`."""
+        """Wrap a source."""
         self.source, self.values = source, np.zeros((0, 1, 1), np.float32)
         self.name, self.n_rows, self.sizes = source.name, source.n_rows, source.sizes
         self.fingerprint = source.fingerprint
         self.where, self.prefetch, self.close = source.where, source.prefetch, source.close
 
     def row(self, row: int) -> TrainingSequence:
-        """Row number `row`, with the reference's log-probabilities."""
+        """Return sequence number `row` with the reference's log-probabilities."""
         return _with(self.source.row(row), self.values[row])
 
 
 class ReferencedHeldOut:
-    """Held-out rows that bring the reference's log-probabilities, once they are known.
+    """Held-out data that adds the reference's log-probabilities to its sequences.
 
     Attributes:
         values: (rows, k, D) fp32, of the first rows.
     """
 
     def __init__(self, held_out: HeldOut) -> None:
-        """Of `held_out`."""
+        """Wrap held-out data."""
         self.held_out, self.values = held_out, np.zeros((0, 1, 1), np.float32)
         self.n_rows, self.texts = held_out.n_rows, held_out.texts
 
     @property
     def n_bytes(self) -> int:
-        """As without them."""
+        """Bytes of the wrapped data."""
         return self.held_out.n_bytes
 
     def __getattr__(self, name: str) -> Any:
-        """What its kind has beside."""
+        """Return other attributes of the wrapped data."""
         return getattr(self.held_out, name)
 
     def row(self, row: int, seq_len: int) -> TrainingSequence:
-        """A row, with the reference's log-probabilities."""
+        """Return a sequence with the reference's log-probabilities."""
         return _with(TrainingSequence(*self.held_out.row(row, seq_len)), self.values[row])
 
 
@@ -117,14 +117,14 @@ def _with(row: TrainingSequence, values: np.ndarray) -> TrainingSequence:
 
 
 def needs_reference(recipe: ResolvedTrainRecipe) -> bool:
-    """Whether a filled recipe's rows bring a reference's log-probabilities."""
+    """Return whether a recipe needs the reference's log-probabilities."""
     if not isinstance(recipe, ResolvedFinetuneRecipe):
         return False
     return recipe.preference.reference in ("auto", "precompute")
 
 
 def with_places(data: RunData, recipe: ResolvedTrainRecipe) -> RunData:
-    """The same data, whose rows have a place for the reference's log-probabilities, if needed."""
+    """Return the data, wrapped to add the reference's log-probabilities if they are needed."""
     check_sides(data, recipe)
     if not needs_reference(recipe):
         return data
@@ -140,18 +140,18 @@ def with_places(data: RunData, recipe: ResolvedTrainRecipe) -> RunData:
 def open_reference(
     job: RunContext, data: RunData, start: StartPoint, fill: Fill | None
 ) -> ReferenceLogProbs:
-    """A run's reference; before the run's own weights are loaded.
+    """Open the reference of a run, before the run's weights are loaded.
 
-    Where the run resumes from a checkpoint, all rows get their values here.
+    If the run resumes from a checkpoint, all sequences get their values here.
 
     Args:
         job: the run.
-        data: with places.
-        start: where it begins.
+        data: data from `with_places`.
+        start: start of the run.
         fill: writes the weights that the run began with.
 
     Raises:
-        UserError: model.pretrained is not what the run began with, and the cache is empty.
+        UserError: model.pretrained is not the initial model of the run, and the cache is empty.
     """
     reference = ReferenceLogProbs(job, data, eval_rows(job.recipe, job.microbatch))
     if needs_reference(job.recipe) and start.checkpoint is not None and not start.weights_only:
@@ -162,18 +162,18 @@ def open_reference(
 
 @dataclass
 class ReferenceLogProbs:
-    """Computes, keeps and hands out the reference's log-probabilities of a run's rows."""
+    """Computes, caches and provides the reference's log-probabilities of a run's sequences."""
 
     job: RunContext
     data: RunData
-    """With places."""
+    """Data from `with_places`."""
     rows: int
-    """Computed at a time."""
+    """Sequences computed at a time."""
     weights: str = ""
-    """Identity of the reference's weights, once they are known."""
+    """Hash of the reference's weights, once it is known."""
 
     def begin(self) -> dict[str, Any]:
-        """The model is as the run begins, or goes on: what the run's identity tells of it."""
+        """Compute values with the initial model; return the reference's entry of the identity."""
         if not needs_reference(self.job.recipe):
             return {}
         if not self.weights:
@@ -182,7 +182,7 @@ class ReferenceLogProbs:
         return {WEIGHTS: self.weights}
 
     def resume(self, checkpoint: Checkpoint, fill: Fill) -> None:
-        """Have all rows' values for a run that resumes from a checkpoint."""
+        """Provide the values of a run that resumes from a checkpoint."""
         state = on_rank0(self.job.world, lambda: read_state(checkpoint))
         self.weights = state["identity"].get(WEIGHTS, "")
         if not self.weights or self._missing():
@@ -200,12 +200,12 @@ class ReferenceLogProbs:
         self._attach()
 
     def _missing(self) -> bool:
-        """Whether something has to be computed; the same on every process."""
+        """Return whether any value has to be computed; the same on all ranks."""
         tables = [table for _, table in self._tables()]
         return on_rank0(self.job.world, lambda: any(table.missing() for table in tables))
 
     def _tables(self) -> Iterator[tuple[ReferencedSource | ReferencedHeldOut, _Table]]:
-        """Whose values each are."""
+        """Yield each wrapped source or held-out data with its table."""
         for stream in self.data.streams:
             assert isinstance(stream, OrderedStream) and isinstance(stream.source, ReferencedSource)
             source = stream.source.source
@@ -243,12 +243,12 @@ class ReferenceLogProbs:
         return _Table(folder, n_rows, read, 2 if with_others else 1)
 
     def _attach(self) -> None:
-        """Compute what is missing, and give every row its values."""
+        """Compute missing values, and attach the values of every sequence."""
         for place, table in self._tables():
             place.values = self._values(table)
 
     def _values(self, table: _Table) -> np.ndarray:
-        """(rows, k, D) fp32, of all rows, on every process."""
+        """Return (rows, k, D) fp32, the values of all sequences, on every rank."""
         world, note = self.job.world, self.job.note
         missing = on_rank0(world, table.missing)
         if missing:
@@ -267,7 +267,7 @@ class ReferenceLogProbs:
 
     @torch.no_grad()
     def _compute(self, table: _Table, part: int) -> np.ndarray:
-        """(rows, k, D) of a part; every process computes its share and has all."""
+        """Return (rows, k, D) of a part; every rank computes some sequences and gets all."""
         world, span = self.job.world, table.span(part)
         own = list(range(span.start + world.data_rank, span.stop, world.data_size))
         share = -(-len(span) // world.data_size)
@@ -287,7 +287,7 @@ class ReferenceLogProbs:
         return total.cpu().numpy()
 
     def _ask(self, table: _Table, numbers: Sequence[int], size: int) -> Tensor:
-        """(size, k, D) of some rows; missing ones are empty, for all processes ask alike."""
+        """Return (size, k, D) for some sequences, padded with empty ones: all ranks take part."""
         rows = [table.read(n) for n in numbers]
         assert all(row.sides is not None for row in rows), "the recipe asks for preference rows"
         rows += [_EMPTY] * (size - len(rows))
@@ -305,13 +305,13 @@ _EMPTY = TrainingSequence(np.zeros(0, np.int64), [], sides=[])
 
 @dataclass(frozen=True)
 class _Table:
-    """The values of some rows in the cache, in parts.
+    """Cached values of some sequences, in parts.
 
     Attributes:
-        folder: of the parts.
-        n_rows: their number.
-        read: gives a row.
-        kinds: k, values of each document.
+        folder: folder of the parts.
+        n_rows: number of sequences.
+        read: returns a sequence.
+        kinds: k, values per document.
     """
 
     folder: Path
@@ -320,15 +320,15 @@ class _Table:
     kinds: int
 
     def span(self, part: int) -> range:
-        """The rows of a part."""
+        """Return the numbers of the sequences of a part."""
         return range(part * PART, min(self.n_rows, (part + 1) * PART))
 
     def missing(self) -> list[int]:
-        """Parts that are not there, or damaged."""
+        """Return the parts that are missing or damaged."""
         return [part for part in self._parts() if self._read_part(part) is None]
 
     def write(self, part: int, values: np.ndarray) -> None:
-        """Keep a part."""
+        """Write a part."""
         content = io.BytesIO()
         np.save(content, values, allow_pickle=False)
         try:
@@ -341,7 +341,7 @@ class _Table:
             ) from error
 
     def read_all(self) -> np.ndarray:
-        """(rows, k, D) of all parts."""
+        """Return (rows, k, D) of all parts."""
         parts = [self._read_part(part) for part in self._parts()]
         whole = [part for part in parts if part is not None]
         assert len(whole) == len(parts), "written before"
@@ -358,7 +358,7 @@ class _Table:
         return self.folder / f"{part:06}.npy"
 
     def _read_part(self, part: int) -> np.ndarray | None:
-        """A part; None where it is missing or incomplete."""
+        """Return a part; None if it is missing or incomplete."""
         try:
             values = np.load(self._path(part), allow_pickle=False)
         except (OSError, ValueError, EOFError):
@@ -369,7 +369,7 @@ class _Table:
 
 @torch.no_grad()
 def identity_of(model: nn.Module) -> str:
-    """A hash of the weights' bits: the same on any number of processes."""
+    """Return a hash of the weights' bits that does not depend on the number of ranks."""
     facts: dict[str, Any] = {}
     for name, tensor in get_model_state_dict(model).items():
         assert isinstance(tensor, Tensor), name
@@ -382,7 +382,7 @@ _AT_A_TIME = 1 << 22
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """(2,) int64, over all shards: sums, modulo 2**64, that no order of additions changes."""
+    """Return (2,) int64 over all shards: sums modulo 2**64, which no order of additions changes."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     sums = torch.zeros(2, dtype=torch.int64, device=local.device)
     if local.numel():

@@ -1,6 +1,7 @@
-"""The model that a fine-tuning run begins with: what it is, and how its weights come in.
+"""Pretrained model of a fine-tuning run: its shape, tokenizer and weights.
 
-`cli/commands/train.py` opens it before anything else, `build_trainer` makes and fills the model.
+Entry point: `open_base`, which `cli/commands/train.py` calls first. `build_trainer` then builds and
+fills the model.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
     from llmfoundry.models.lazy_tensors import LazyTensor
 
 TRUST = "LLMFOUNDRY_TRUST_REMOTE_CODE"
-"""An environment variable: 1 runs the code of models that were trained with trust_remote_code."""
+"""Environment variable: 1 runs the code of models that were trained with trust_remote_code."""
 MODEL = "model.yaml"
-"""Beside a fine-tuned run's recipe: the shape of its model, which the recipe does not contain."""
+"""File with the model's shape, next to the recipe of a fine-tuned run, which lacks the shape."""
 
 
 ReadOne = Callable[[Decoder, str], Tensor]
@@ -61,17 +62,16 @@ ReadOne = Callable[[Decoder, str], Tensor]
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model to begin with.
+    """A pretrained model.
 
     Attributes:
-        config: its shape, filled.
-        tokenizer: its own.
-        fill: writes its weights into a model of that shape, full or sharded; every process
-            calls it.
-        summary: a line for the user: what it is, and how it is held.
-        read: gives one tensor that `fill` would write into a model, which may be on the meta
-            device, by its name; None: a model of transformers' class.
-        may_grow: rows may be added for tokens that its tokenizer gains.
+        config: its shape, resolved.
+        tokenizer: its tokenizer.
+        fill: writes its weights into a model of that shape, full or sharded; all ranks call it.
+        summary: line to log: the model, and its representation.
+        read: returns one tensor by name that `fill` would write into a model, which may be on the
+            meta device; None: a class of transformers.
+        may_grow: whether rows may be added for tokens that its tokenizer gains.
     """
 
     config: ResolvedModelConfig
@@ -88,13 +88,13 @@ def open_base(
     """Open the model that a run begins with; its shape becomes the recipe's `model`.
 
     Args:
-        recipe: of the run. Where the user's recipe names registered versions, the addresses of the
-            weights replace them, also in the run's recipe.yaml: an alias may move.
+        recipe: resolved recipe. Names of registered versions in the user's recipe are replaced by
+            the addresses of the weights, also in the run's recipe.yaml, because an alias may move.
         world: this process.
-        note: reports checkpoints that are passed over.
+        note: reports checkpoints that are skipped.
 
     Raises:
-        UserError: there is no such model, or it does not fit the recipe.
+        UserError: the model does not exist or does not fit the recipe.
     """
     user_recipe = recipe.user_recipe
     look = partial(find_address, world=world, uri=user_recipe.logger.tracking_uri, note=note)
@@ -131,7 +131,7 @@ def open_pretrained(
     note: Callable[[str], None],
     options: FetchOptions | None = None,
 ) -> PretrainedModel:
-    """The model that `model.pretrained` names; `options`: how a store is asked, if it is in one."""
+    """Open the model that `model.pretrained` names. `options`: storage options of its store."""
     assert asked.pretrained is not None
     if is_url(asked.pretrained):
         place = find_run(asked.pretrained, "model.pretrained", options=options)
@@ -153,10 +153,10 @@ def open_pretrained(
 
 
 def base_of(asked: PretrainedConfig, checkpoint: Path) -> PretrainedConfig:
-    """What an adapter's run began with, also where both were copied to another place together.
+    """Return the base of an adapter's run, even if both were moved together.
 
-    A relative path that is not there is looked for from each folder above the run; that it is the
-    right base is checked by its numbers (`check_base`).
+    A relative path that does not exist is searched from each parent folder of the run. `check_base`
+    later compares the weights.
     """
     assert asked.pretrained is not None, "checked by the recipe"
     given = Path(asked.pretrained).expanduser()
@@ -172,7 +172,7 @@ def base_of(asked: PretrainedConfig, checkpoint: Path) -> PretrainedConfig:
 
 
 def _download(name: str, revision: str | None, world: World) -> Path:
-    """A hub id's files, fetched by one process of each machine."""
+    """Download a model from the hub, once per machine."""
     from llmfoundry.hf.read_folder import hf_folder
 
     fetch = partial(hf_folder, name, revision=revision, key="model.pretrained")
@@ -211,7 +211,7 @@ def _open_run(
                 " it first by scripts/convert.py to=hf, and write its output"
             )
         base = open_pretrained(base_of(run_recipe.model, folder), world, note=note)
-        own = copy.deepcopy(config)  # which does not grow
+        own = copy.deepcopy(config)  # keeps the number of rows of the checkpoint
 
         def merge(model: Decoder) -> None:
             merge_run(model, base, folder, run_recipe, own)
@@ -234,11 +234,10 @@ def _open_run(
 def fit_vocabulary(
     config: ResolvedModelConfig, tokenizer: Tokenizer, asked: PretrainedConfig
 ) -> None:
-    """Add rows, in place, for the tokens that the model has none for, where that is asked.
+    """Add rows, in place, for tokens that the model has no rows for, if the recipe allows it.
 
     Raises:
-        UserError: there are such tokens, and the recipe does not ask for rows; or it asks for them
-            without need.
+        UserError: there are such tokens and the recipe does not allow it, or it does without need.
     """
     rows = config.vocab_size
     if tokenizer.vocab_size <= rows:
@@ -257,7 +256,7 @@ def fit_vocabulary(
 
 
 def check_rows(config: ResolvedModelConfig, tokenizer: Tokenizer, where: str, advice: str) -> None:
-    """Raise a UserError that begins with `where` if a model lacks rows for its tokenizer."""
+    """Raise a UserError that begins with `where` if a model lacks rows for tokens."""
     size, rows = tokenizer.vocab_size, config.vocab_size
     if size > rows:
         raise UserError(
@@ -268,14 +267,14 @@ def check_rows(config: ResolvedModelConfig, tokenizer: Tokenizer, where: str, ad
 def read_model(
     checkpoint: Checkpoint, overrides: Mapping[str, Any] | None = None
 ) -> ResolvedModelConfig:
-    """The shape of a checkpoint's model, filled but for the vocabulary.
+    """Return the shape of a checkpoint's model, resolved except for the vocabulary.
 
     Args:
-        checkpoint: its small files are on this machine.
+        checkpoint: checkpoint whose small files are on this machine.
         overrides: dotted or nested keys of the model section to change.
 
     Raises:
-        UserError: a key that the model section does not have, or a value that cannot be.
+        UserError: an unknown key, or an invalid value.
     """
     folder = checkpoint.folder
     if (folder / MODEL).is_file():
@@ -317,19 +316,20 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def model_yaml(config: ResolvedModelConfig) -> str:
-    """A fine-tuned model's shape, for the file `MODEL` beside its recipe."""
+    """Return the shape of a fine-tuned model as text of the file `MODEL`."""
     return dump(to_dict(config))
 
 
 def open_folder(
     folder: Path, asked: PretrainedConfig, note: Callable[[str], None], world: World = ALONE
 ) -> PretrainedModel:
-    """A Hugging Face folder, in the native decoder where it expresses the model, else in its class.
+    """Open a Hugging Face folder, in the native decoder if it can express the model.
 
-    Every process calls it; rank 0 reads all but the weights.
+    Otherwise the class of transformers is used. All ranks call this; rank 0 reads everything except
+    the weights.
 
     Raises:
-        UserError: neither can hold it; or the one that was asked for cannot.
+        UserError: neither can represent the model, or the one that the recipe requests cannot.
     """
     from llmfoundry.hf.config_keys import check_layers
     from llmfoundry.hf.read_folder import read_folder_config
@@ -366,7 +366,7 @@ def _by_decoder(
     from llmfoundry.hf.read_folder import open_hf
 
     def read() -> tuple[ResolvedModelConfig, str]:
-        with open_hf(folder, written=written, note=note) as opened:  # reads all but the weights
+        with open_hf(folder, written=written, note=note) as opened:  # reads no weights
             return opened.config, opened.architecture
 
     config, name = on_rank0(world, read)
@@ -424,7 +424,7 @@ def _by_class(
 
 
 def fill_class(model: nn.Module, folder: Path) -> None:
-    """Fill a model of transformers, full or sharded, from a folder that was checked."""
+    """Fill a model of transformers, full or sharded, from a checked folder."""
     from llmfoundry.hf.causal_lm import HFCausalLM
     from llmfoundry.hf.class_weights import class_tensors
     from llmfoundry.hf.read_folder import open_weights
@@ -439,10 +439,10 @@ def fill_class(model: nn.Module, folder: Path) -> None:
 def _trusted_code(
     folder: Path, written: dict[str, Any], asked: PretrainedConfig, note: Callable[[str], None]
 ) -> str | None:
-    """The folder, where its own code is to make the class; None: transformers and we have it.
+    """Return the folder if its code has to define the class; None: transformers defines it.
 
     Raises:
-        UserError: there is only the folder's own code, and it is not trusted.
+        UserError: only the folder has the code, and it is not trusted.
     """
     if "auto_map" not in written:
         if asked.trust_remote_code:
@@ -452,7 +452,7 @@ def _trusted_code(
         return None
     if asked.trust_remote_code:
         return str(folder)
-    from transformers import CONFIG_MAPPING  # which takes seconds
+    from transformers import CONFIG_MAPPING  # a slow import
 
     if written.get("model_type") not in CONFIG_MAPPING:
         raise UserError(
@@ -464,10 +464,10 @@ def _trusted_code(
 
 
 def _override_hf(written: dict[str, Any], key: str, value: Any, code: str | None) -> None:
-    """Change a key of config.json in place; sections are merged, not replaced.
+    """Change a key of config.json in place. Sections are merged, not replaced.
 
     Raises:
-        UserError: neither config.json nor transformers' configuration has such a key.
+        UserError: neither config.json nor transformers' configuration has the key.
     """
     from llmfoundry.hf.architectures import OWN_TYPE
     from llmfoundry.hf.causal_lm import read_hf_config
@@ -486,7 +486,7 @@ def _nested(parts: list[str], value: Any) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], known: Mapping[str, Any], new: dict[str, Any], at: str) -> None:
-    """Write `new` into `into`, section by section; `known` are the keys that there may be."""
+    """Merge `new` into `into`, section by section; `known` are the possible keys."""
     for key, value in new.items():
         if key not in known:
             raise UserError(
@@ -501,8 +501,8 @@ def _merge(into: dict[str, Any], known: Mapping[str, Any], new: dict[str, Any], 
 
 
 def fill_from_run(model: Decoder, checkpoint: Checkpoint, rows: int, world: World) -> None:
-    """Fill a model from a checkpoint, whose embedding and head have `rows` rows."""
-    names = model.vocabulary() & get_model_state_dict(model).keys()  # of tied ones the first
+    """Fill a model from a checkpoint whose embedding and head have `rows` rows."""
+    names = model.vocabulary() & get_model_state_dict(model).keys()  # the first of tied tensors
     grows = [name for name in sorted(names) if len(model.get_parameter(name)) > rows]
     load_weights(checkpoint, model, world=world, left=grows)
     for name in grows:
@@ -516,7 +516,7 @@ def fill_from_run(model: Decoder, checkpoint: Checkpoint, rows: int, world: Worl
 def read_from_run(
     checkpoint: Checkpoint, table: Callable[[], Metadata], rows: int, model: Decoder, name: str
 ) -> Tensor:
-    """The tensor of that name that `fill_from_run` would write; `table`: of the checkpoint."""
+    """Return the tensor that `fill_from_run` would write; `table`: that of the checkpoint."""
     shape = dict(quantized_shapes(model)).get(name)
     if shape is not None:
         own = torch.empty(shape)
@@ -529,7 +529,7 @@ def read_from_run(
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer by its name."""
+    """Return a parameter or buffer by its name."""
     path, _, last = name.rpartition(".")
     found = getattr(model.get_submodule(path), last)
     assert isinstance(found, Tensor)
@@ -543,14 +543,14 @@ def merge_run(
     user_recipe: FinetuneRecipe,
     config: ResolvedModelConfig,
 ) -> None:
-    """Fill a model with an adapter's base, and add the adapter of that checkpoint.
+    """Fill a model with an adapter's base, and add the adapter of a checkpoint.
 
     Args:
-        model: with memory.
-        base: what the adapter's run began with.
-        folder: its checkpoint.
-        user_recipe: its recipe as the user wrote it.
-        config: the shape of its model.
+        model: model with allocated memory.
+        base: base of the adapter's run.
+        folder: checkpoint of that run.
+        user_recipe: its recipe as written by the user.
+        config: shape of its model.
     """
     refuse_quantized(model, folder)
     base.fill(model)
@@ -563,7 +563,7 @@ def merge_run(
 
 
 def refuse_quantized(model: Decoder, folder: Path) -> None:
-    """Raise a UserError where a checkpoint's adapter would have to be added to 4 bits."""
+    """Raise a UserError if a checkpoint's adapter would have to be merged into 4-bit weights."""
     if is_quantized(model):
         raise UserError(
             f"model.quantize: {folder} is an adapter, and is not added to weights of 4 bits; merge"
@@ -572,13 +572,13 @@ def refuse_quantized(model: Decoder, folder: Path) -> None:
 
 
 class MergedRun:
-    """An adapter's run, and the tensors that `merge_run` makes, one by one.
+    """An adapter's run, and the tensors that `merge_run` computes, one at a time.
 
     Args:
-        base: what the run began with.
-        folder: its checkpoint.
-        user_recipe: its recipe as the user wrote it.
-        config: the shape of its model.
+        base: base of the run.
+        folder: checkpoint of the run.
+        user_recipe: its recipe as written by the user.
+        config: shape of its model.
     """
 
     def __init__(
@@ -597,7 +597,7 @@ class MergedRun:
 
     @cached_property
     def adapter(self) -> ReadAdapter:
-        """Its own, whole."""
+        """The adapter of the checkpoint."""
         from llmfoundry.hf.peft.read import read_adapter
 
         with torch.device("meta"):
@@ -606,7 +606,7 @@ class MergedRun:
 
     @cached_property
     def held(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What the run made of the base's tensors that it kept in fewer bits, by name."""
+        """Conversions of the base's tensors that the run stores in fewer bits, by name."""
         return dict(as_held(_trained(self._user_recipe, self._config, self._folder)))
 
     @cached_property
@@ -614,7 +614,7 @@ class MergedRun:
         return BaseCheck(self._folder / FOLDER, "model.pretrained")
 
     def read(self, model: Decoder, name: str) -> Tensor:
-        """The tensor of that name that `merge_run` would leave in the model."""
+        """Return the tensor that `merge_run` would write into the model."""
         refuse_quantized(model, self._folder)
         assert self._base.read is not None
         like = tensor_of(model, name)
@@ -628,7 +628,7 @@ class MergedRun:
 
 
 def _trained(user_recipe: FinetuneRecipe, config: ResolvedModelConfig, folder: Path) -> Decoder:
-    """The run's model on the meta device, held as it was trained."""
+    """Return the run's model on the meta device, with the representation used in training."""
     recipe = user_recipe.resolve()
     recipe.model = config
     model = build_root(recipe).model
@@ -642,12 +642,12 @@ def fill_model(
     """Fill every parameter and buffer that `model` saves, full or sharded, one at a time.
 
     Args:
-        model: with memory, and names as `tensors` has them; an adapter's are left alone.
-        tensors: all of its state, full tensors.
-        computed: what has its values already, where `tensors` lacks it.
+        model: model with allocated memory and the names of `tensors`; adapters are not changed.
+        tensors: its complete state, as full tensors.
+        computed: names that already have values, if `tensors` lacks them.
 
     Raises:
-        UserError: a tensor that is to be quantized holds values that are not finite.
+        UserError: a tensor to be quantized has values that are not finite.
     """
     left = {name for name in model.state_dict(keep_vars=True) if not is_added(name)}
     for name, tensor in tensors:
@@ -658,7 +658,7 @@ def fill_model(
 
 
 def fill_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """`place`, whose refusal becomes a UserError."""
+    """Call `place` and convert its refusal to a UserError."""
     try:
         place(model, name, tensor)
     except ValueError as error:
@@ -669,7 +669,7 @@ def fill_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def fill_quantized(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill what is kept in 4 bits from a checkpoint of ours; every process reads for itself."""
+    """Fill the 4-bit weights from a checkpoint of a run; every rank reads for itself."""
     for name, shape in quantized_shapes(model):
         tensor = torch.empty(shape)
         load_tensors({"model": {name: tensor}}, checkpoint)
@@ -679,12 +679,12 @@ def fill_quantized(model: nn.Module, checkpoint: Checkpoint) -> None:
 def with_new_rows(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Embeddings and heads of fewer rows than the model's, as `grown` makes them.
+    """Yield the state with embeddings and heads extended to the model's rows, as by `grown`.
 
     Args:
-        model: with the rows that it is to have.
-        tensors: its state, one by one.
-        names: those that may grow.
+        model: model with the final number of rows.
+        tensors: its state, one tensor at a time.
+        names: tensors that may be extended.
     """
     names = set(names)
     for name, tensor in tensors:

@@ -1,8 +1,8 @@
-"""`python -m llmfoundry.builders.probe_child`: a process of a probe, which `microbatch.py` starts.
+"""`python -m llmfoundry.builders.probe_child`: a process of a probe, started by `microbatch.py`.
 
-It builds what the run will build, by the same functions, with numbers in place of weights and
-tokens that are drawn: memory does not depend on their values. A size that fits is a line in the
-request's file; the first that does not ends the process with status `SHORT`.
+It builds the same objects as the run, by the same functions, with small numbers as weights and
+random tokens, because memory does not depend on values. Each size that fits is a line in the
+request's file. At the first size that does not fit, the process exits with status `SHORT`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from llmfoundry.train.spikes import Guard
 from llmfoundry.train.step import StepSettings, train_step
 
 RUN_BYTES = 32 << 20
-"""Of the host: what a run keeps that a probe does not (rows, tokenizer, log, report). With a model
-of 5M parameters, cgroups of 200 and 260 MiB held 4 and 8 rows; peaks without this said 8 and 16."""
+"""Host memory that a run needs but no probe (examples, tokenizer, log, report). With a model
+of 5M parameters, cgroups of 200 and 260 MiB fit 4 and 8 sequences; peaks without it gave 8, 16."""
 
 
 def main() -> None:
     """Take steps of each size, the smallest first.
 
     Raises:
-        SystemExit: `SHORT`, as one did not fit.
+        SystemExit: `SHORT`: a size did not fit.
     """
     end_with(int(sys.argv[1]))
-    request: ProbeRequest = pickle.load(sys.stdin.buffer)  # of our parent's pipe
+    request: ProbeRequest = pickle.load(sys.stdin.buffer)  # a pipe from the parent process
     import_plugins(request.plugins)
     try:
         with join(request.recipe.parallel) as world:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _exit(status: int) -> None:
-    """At once: Python would wait for messages that the others never send."""
+    """Exit at once: a normal exit would wait for collectives that other ranks never join."""
     os._exit(status)
 
 
@@ -80,7 +80,7 @@ def _measure(request: ProbeRequest, world: World) -> None:
     for number, rows in enumerate(request.sizes):
         settings = step_settings(recipe, world, root, rows)
         batch = draw_batch(recipe, min(request.rows, 2 * rows)).to(world.device)
-        # The first step makes the optimizer's state: the next has it beside the activations.
+        # The first step allocates the optimizer state; the second needs it next to activations.
         for step in range(1 if number else 2):
             seconds = _timed(module, optimizer, batch, settings, guard, 2 * number + step)
         row = {"rows": rows, "peak": memory.rise(), "seconds": seconds / len(batch.tokens)}
@@ -96,7 +96,7 @@ def _timed(
     guard: Guard,
     number: int,
 ) -> float:
-    """Seconds of a step, to the end of the device's work."""
+    """Return the seconds of a step, up to the end of the device's work."""
     began = time.perf_counter()
     train_step(module, optimizer, batch, settings, number=number, guard=guard)
     if batch.tokens.is_cuda:
@@ -106,7 +106,7 @@ def _timed(
 
 @torch.no_grad()
 def _fill(root: Root) -> None:
-    """Small numbers for weights: those of 4 bits, and integers, are 0."""
+    """Fill the weights with small numbers; 4-bit weights and integers with 0."""
     generator = torch.Generator(next(root.parameters()).device).manual_seed(1)
     for tensor in chain(root.parameters(), root.buffers()):
         own = local_shard(tensor)
@@ -117,7 +117,7 @@ def _fill(root: Root) -> None:
 
 
 def draw_batch(recipe: ResolvedTrainRecipe, rows: int) -> Batch:
-    """Rows of two documents of random tokens, each of them labeled."""
+    """Return sequences of two documents of random tokens, all labeled."""
     length, vocabulary = recipe.max_seq_len, recipe.model.vocab_size
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocabulary, (rows, length), generator=generator)
@@ -129,7 +129,7 @@ def draw_batch(recipe: ResolvedTrainRecipe, rows: int) -> Batch:
 
 
 class _Peak:
-    """How much more memory than at first a process, or its device, has had at any time."""
+    """Largest increase of the memory of a process, or of its device, since construction."""
 
     def __init__(self, world: World) -> None:
         self._device = world.device
@@ -137,7 +137,7 @@ class _Peak:
         self._first = self._now()
 
     def _now(self) -> int:
-        """Bytes: on a GPU of all that use it, as NCCL's buffers are not PyTorch's."""
+        """Return the bytes in use; on a GPU those of all processes, because of NCCL's buffers."""
         if self._device.type != "cuda":
             info = psutil.Process().memory_info()
             return info.rss - _of_files(info)
@@ -145,7 +145,7 @@ class _Peak:
         return total - free
 
     def rise(self) -> int:
-        """Bytes, up to now."""
+        """Return the largest increase so far, in bytes."""
         if self._device.type == "cuda":
             most = torch.cuda.max_memory_reserved(self._device)
             others = self._now() - self._first - torch.cuda.memory_reserved(self._device)
@@ -155,12 +155,12 @@ class _Peak:
 
 
 def _of_files(info: Any) -> int:
-    """Bytes of libraries that were read, which are no memory that others lack (Linux)."""
+    """Return the bytes of mapped library files, which do not reduce others' memory (Linux)."""
     return getattr(info, "shared", 0)
 
 
 def _limit_memory(available: int) -> None:
-    """Let an allocation fail here before the kernel ends another process of the machine."""
+    """Limit the memory, so that allocations fail before the kernel kills another process."""
     if sys.platform != "linux":
         return
     import resource

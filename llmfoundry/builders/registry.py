@@ -1,19 +1,19 @@
-"""Versions of registered models in MLflow: made, compared, scored; and what `models:/NAME@best` is.
+"""Versions of registered models in MLflow: creation, comparison, scores, and `models:/NAME@best`.
 
-A `BackgroundWriter` does the tasks of `registration` after each save, and of `score_link` after an
-evaluation; convert.py calls `register_export`; whatever takes a checkpoint calls `find_address`,
-once and on the main process, so that an alias that moves meanwhile is the same for all.
+A `BackgroundWriter` runs the tasks of `registration` after each save, and of `score_link` after an
+evaluation. convert.py calls `register_export`. Whatever reads a checkpoint calls `find_address`,
+once and on the main process, so that all ranks agree even if an alias moves.
 
-A version is an external LoggedModel whose tags (`Tag`) say where the weights are and what they are
-(a fingerprint); MLflow gets no weights. The registry is made what the run's folder is, each time,
-so that what an outage or a kill has left out is there after the next save, resume or
-scripts/track.py, and what was pruned is marked. A name never becomes anything else than what was
-registered: weights that are gone, or others than they were, are a line that says so.
+A version is an external LoggedModel whose tags (`Tag`) contain the address of the weights and a
+fingerprint; MLflow stores no weights. Each task synchronizes the registry with the run's folder, so
+that versions which an outage or a kill prevented are created after the next save, resume or
+scripts/track.py, and pruned checkpoints are marked. A name never refers to anything else than what
+was registered: missing or changed weights are reported.
 
-MLflow has no compare-and-set. So each process first writes its version and the metric's value, then
-points `best` to the best of all versions, and looks again until it does: whoever looks last sees
-every version that was there, so that several runs may do so at once. `latest` is no alias (MLflow
-reserves the word): it is the newest version whose weights are there.
+MLflow has no compare-and-set. Each process therefore first writes its version and the metric's
+value, then points `best` to the best of all versions, and checks again until it does. The process
+that checks last sees all versions, so that several runs may do so concurrently. `latest` is not an
+alias, because MLflow reserves the word: it is the newest version whose weights exist.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ from llmfoundry.recipe.registry import (
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.redaction import public
 
-CHECKPOINT = "checkpoint"  # a version's kind; of exports it is convert.py's `to`
+CHECKPOINT = "checkpoint"  # kind of a version; the kind of an export is convert.py's `to`
 BEST, LATEST = "best", "latest"
 _WRITTEN = re.compile(re.escape(VERSION) + r"([^/@]+)(?:@([\w-]+)|/(\d+|latest))")
-_LOOKS = 10  # at what others do to `best` meanwhile
-_ALL = 200_000  # versions: as many as MLflow gives at once
+_LOOKS = 10  # checks of `best` for changes by other processes
+_ALL = 200_000  # versions: the most that MLflow returns at once
 
 Scores = Mapping[str, tuple[float, int]]
-"""What was measured of some weights, and when, in milliseconds since 1970."""
+"""Measurements of some weights, and their time in milliseconds since 1970."""
 
 
 class Tag:
-    """Names of a version's tags."""
+    """Names of the tags of a version."""
 
     KIND = "llmfoundry.kind"
     ADDRESS = "llmfoundry.address"
@@ -85,21 +85,21 @@ class Tag:
     BY, VALUE = "llmfoundry.best.by", "llmfoundry.best.value"
     PRUNED = "llmfoundry.pruned"
     UPLOADED = "llmfoundry.uploaded"
-    REGISTERED = "llmfoundry.registered"  # of a LoggedModel: the model whose version it was made
+    REGISTERED = "llmfoundry.registered"  # of a LoggedModel: the model that it is a version of
     EVALUATED = "llmfoundry.evaluation"
 
 
 @dataclass(frozen=True)
 class VersionSource:
-    """What becomes a version.
+    """Weights that become a version.
 
     Attributes:
         kind: checkpoint, hf, gguf or peft.
         address: an absolute path, or a URL.
-        fingerprint: of their content.
-        facts: further tags.
-        scores: what the run measured of them, after Tag.STEP.
-        is_uploaded: to MLflow's artifacts, from `address`.
+        fingerprint: fingerprint of the content.
+        facts: additional tags.
+        scores: metrics that the run measured, after Tag.STEP.
+        is_uploaded: whether the files at `address` are uploaded to MLflow's artifacts.
     """
 
     kind: str
@@ -111,19 +111,19 @@ class VersionSource:
 
     @property
     def tags(self) -> dict[str, str]:
-        """A version's, and its LoggedModel's."""
+        """Return the tags of the version and of its LoggedModel."""
         place = {Tag.ADDRESS: public(self.address), Tag.FINGERPRINT: self.fingerprint}
         copied = {(Tag.UPLOADED if self.is_uploaded else "mlflow.model.isExternal"): "true"}
         return {Tag.KIND: self.kind, **place, **copied, **self.facts}
 
     def match(self, tags: Mapping[str, str]) -> bool:
-        """Whether a version, or a LoggedModel, is theirs, and was not marked as gone."""
+        """Return whether a version or LoggedModel has these weights and is not marked deleted."""
         same = all(tags.get(name) == self.tags[name] for name in (Tag.ADDRESS, Tag.FINGERPRINT))
         return same and Tag.PRUNED not in tags
 
 
 def registration(recipe: ResolvedTrainRecipe, run: Storage) -> DeferredTask | None:
-    """What makes a model's versions those of a run's checkpoints; None: the recipe names none."""
+    """Return the task that registers a run's checkpoints; None: the recipe registers none."""
     config = recipe.registry
     if config.name is None:
         return None
@@ -140,10 +140,10 @@ def register_saved(
     run: Storage,
     run_name: str,
 ) -> None:
-    """Make a registered model's versions those of the checkpoints that a run has.
+    """Synchronize the versions of a registered model with the checkpoints of a run.
 
     Raises:
-        Exception: whatever MLflow or the store raises; calling again does what is left.
+        Exception: any error of MLflow or the store; another call does the rest.
     """
     client, name = session.client, str(config.name)
     saved = _saved_weights(run, config.best, run_name)
@@ -170,7 +170,7 @@ def register_saved(
 def _register_new(
     session: MlflowSession, name: str, weights: Iterable[VersionSource]
 ) -> list[tuple[VersionSource, Any]]:
-    """Register weights that have no version; those whose version was deleted are left out."""
+    """Register weights that have no version, except those whose version was deleted."""
     client = session.client
     run = client.get_run(session.run_id)
     experiment = run.info.experiment_id
@@ -181,7 +181,7 @@ def _register_new(
 
 
 def _saved_weights(run: Storage, best: BestConfig, run_name: str) -> list[VersionSource]:
-    """A run's complete checkpoints, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     found, scores = list[VersionSource](), measured(run.folder / "metrics.jsonl", best)
     for path in reversed(run.checkpoints()):
         batch, content = batch_of(path), fingerprint(Checkpoint(run, path))
@@ -193,7 +193,7 @@ def _saved_weights(run: Storage, best: BestConfig, run_name: str) -> list[Versio
 
 
 def measured(record: Path, best: BestConfig) -> dict[int, Scores]:
-    """What a run's evaluations have found, by the steps after which they were."""
+    """Return the metrics of a run's evaluations by step."""
     names = ("metrics/eval/", "icl/", *filter(None, [best.metric]))
     found: dict[int, dict[str, tuple[float, int]]] = {}
     if not record.exists():
@@ -206,18 +206,18 @@ def measured(record: Path, best: BestConfig) -> dict[int, Scores]:
 
 
 def address_of(run: Storage, path: Path) -> str:
-    """What a version calls a checkpoint's folder, from anywhere."""
+    """Return the address of a checkpoint's folder that is valid from any working directory."""
     return run.shown(path) if "://" in run.place else str(path.resolve())
 
 
 def fingerprint(weights: Checkpoint | Path) -> str | None:
-    """Of a checkpoint's COMMIT, which has its files' checksums, or of an export's names and bytes.
+    """Return a hash of a checkpoint's COMMIT, which has checksums, or of an export's files.
 
     Returns:
-        None: there is no complete checkpoint.
+        None if the checkpoint is not complete.
 
     Raises:
-        OSError: something cannot be read.
+        OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
     if isinstance(weights, Checkpoint):
@@ -237,7 +237,7 @@ def fingerprint(weights: Checkpoint | Path) -> str | None:
 
 
 def check_registry(config: ExportRegistry) -> None:
-    """Before an export is made that is to be registered: whether MLflow answers.
+    """Check that MLflow answers, before an export is created that will be registered.
 
     Raises:
         UserError: it does not.
@@ -254,19 +254,19 @@ def register_export(
     source: Checkpoint | None,
     facts: Mapping[str, str],
 ) -> str:
-    """Make an export a version; a line that says which, empty where none is asked for.
+    """Register an export as a version; return a line to log, empty if none is requested.
 
-    `kind` is convert.py's `to`, `output` what it wrote, `source` the checkpoint that it was made
-    of, if it was one of ours, `facts` are tags.
+    `kind` is convert.py's `to`, `output` the export, `source` the checkpoint of a run that it was
+    created from, if any, and `facts` are tags.
 
     Raises:
-        UserError: MLflow does not take it; the export stays.
+        UserError: MLflow rejects it; the export is kept.
     """
     if config.name is None:
         return ""
     name, uri, path = config.name, store_uri(config.uri), output.resolve()
     client, experiment = open_client(uri), str(LOGGERS["mlflow"].keys["experiment_name"])
-    os.environ["MLFLOW_TRACKING_URI"] = uri  # where MLflow looks for a model that has no run
+    os.environ["MLFLOW_TRACKING_URI"] = uri  # MLflow's setting for a model without a run
     content, is_uploaded = str(fingerprint(path)), bool(config.upload)
     weights = VersionSource(kind, str(path), content, facts, is_uploaded=is_uploaded)
 
@@ -280,12 +280,13 @@ def register_export(
 
 
 def register(client: Any, name: str, weights: VersionSource, run: Any, experiment: str) -> Any:
-    """The version of some weights, which is made if there is none.
+    """Return the version of some weights; create it if there is none.
 
-    It is made last: a LoggedModel that a kill has left without one is taken up. `run` is MLflow's
-    that made them, if it is in this store; `experiment` is the LoggedModel's, by its id.
+    The version is created last: a LoggedModel without a version, left by a kill, is reused. `run`
+    is the MLflow run that created the weights, if it is in this store; `experiment` is the id of
+    the LoggedModel's experiment.
     """
-    for version in versions(client, name):  # of a try whose answer was lost
+    for version in versions(client, name):  # from an earlier attempt whose response was lost
         if weights.match(version.tags):
             return version
     try:
@@ -294,7 +295,7 @@ def register(client: Any, name: str, weights: VersionSource, run: Any, experimen
         if error_code(error) != "RESOURCE_ALREADY_EXISTS":
             raise
     run_id = run and run.info.run_id
-    left = _logged_models(client, experiment, weights)  # of a kill
+    left = _logged_models(client, experiment, weights)  # left by a kill
     left = [model for model in left if model.source_run_id == run_id]
     title = re.sub(r"[^\w-]", "_", f"{name}-{Path(weights.address).name}")
     given = {"name": title, "source_run_id": run_id, "model_type": weights.kind}
@@ -319,26 +320,26 @@ def register(client: Any, name: str, weights: VersionSource, run: Any, experimen
 
 
 def _logged_models(client: Any, experiment: str, weights: VersionSource) -> list[Any]:
-    """MLflow's LoggedModels of some weights."""
+    """Return MLflow's LoggedModels of some weights."""
     same = f"tags.`{Tag.FINGERPRINT}` = '{weights.fingerprint}'"
     models = client.search_logged_models([experiment], filter_string=same)
     return [model for model in models if weights.match(model.tags)]
 
 
 def _was_registered(client: Any, experiment: str, name: str, weights: VersionSource) -> bool:
-    """Whether some weights were a version of a model: one that is missing now was deleted."""
+    """Return whether some weights were a version of a model; if it is missing, it was deleted."""
     models = _logged_models(client, experiment, weights)
     return any(model.tags.get(Tag.REGISTERED) == name for model in models)
 
 
 def versions(client: Any, name: str) -> list[Any]:
-    """All versions of a registered model, oldest first; none where there is no such model."""
+    """Return all versions of a registered model, oldest first; none if it does not exist."""
     found = client.search_model_versions(f"name = '{name}'", max_results=_ALL)
     return sorted(found, key=lambda version: int(version.version))
 
 
 def _add_metrics(client: Any, run_id: str, model: str, scores: Scores, batch: int) -> None:
-    """What was measured of a LoggedModel; of a run's own values MLflow keeps no second copy."""
+    """Log the metrics of a LoggedModel, without a second copy of the run's values."""
     from mlflow.entities import Metric
 
     rows = [Metric(metric_name(n), v, at, batch, model_id=model) for n, (v, at) in scores.items()]
@@ -349,9 +350,9 @@ def _add_metrics(client: Any, run_id: str, model: str, scores: Scores, batch: in
 def score_link(
     name: str, weights: Checkpoint | Path, metrics: Mapping[str, float], *, batch: int, folder: Path
 ) -> DeferredTask:
-    """What gives an evaluation's scores to the version of its weights; `best` may then move to it.
+    """Return the task that writes an evaluation's scores to its version; `best` may then move.
 
-    `name` is the registered model's, `batch` the checkpoint's, `folder` that of results.json.
+    `name` is the registered model, `batch` the checkpoint, `folder` that of results.json.
     """
 
     def act(session: MlflowSession, note: Callable[[str], None]) -> None:
@@ -375,7 +376,7 @@ def score_link(
 
 
 def settle_best(client: Any, name: str) -> Any:
-    """Point `best` to the best version; the version, None: there is none to compare."""
+    """Point `best` to the best version; return it, or None if no version has a value."""
     for look in range(1, _LOOKS + 1):
         every = versions(client, name)
         live = [version for version in every if Tag.PRUNED not in version.tags]
@@ -387,7 +388,7 @@ def settle_best(client: Any, name: str) -> Any:
         if best is not None and str(best.version) != holder:
             try:
                 client.set_registered_model_alias(name, BEST, str(best.version))
-            except Exception:  # a server answers BAD_REQUEST where two make an alias at once
+            except Exception:  # a server responds BAD_REQUEST if two processes create an alias
                 if look == _LOOKS:
                     raise
         elif best is None and holder in {str(v.version) for v in every if v not in live}:
@@ -398,10 +399,10 @@ def settle_best(client: Any, name: str) -> Any:
 
 
 def _is_deleted(tags: Mapping[str, str]) -> bool:
-    """Whether a version's checkpoint was deleted.
+    """Return whether a version's checkpoint was deleted.
 
-    A path counts as deleted only if the folder that held the run is there: on another machine it
-    is unknown. So is a store that does not answer.
+    A path counts as deleted only if the folder of the run exists: on another machine this is
+    unknown, as it is for a store that does not answer.
     """
     address = tags.get(Tag.ADDRESS, "")
     if not is_url(address):
@@ -415,7 +416,7 @@ def _is_deleted(tags: Mapping[str, str]) -> bool:
 
 
 def _best_version(live: Sequence[Any], holder: str) -> Any:
-    """As the holder is compared; where it is not, as the first that has a value."""
+    """Return the best version, by the metric of the holder of `best` or of the first with one."""
     with_value = [version for version in live if math.isfinite(_rank(version.tags))]
     first = [v for v in with_value if str(v.version) == holder] or with_value
     return _best((v, v.tags) for v in with_value if v.tags[Tag.BY] == first[0].tags[Tag.BY])
@@ -427,13 +428,13 @@ def _if_best(version: Any, best: Any) -> str:
 
 
 def best_saved(record: Path, best: BestConfig, batches: Iterable[int]) -> int | None:
-    """The best of a run's checkpoints, by its metrics.jsonl; None: none has a value."""
+    """Return the best checkpoint of a run by its metrics.jsonl; None: none has a value."""
     scores = measured(record, best)
     return _best((batch, _value_tags(best, scores.get(batch, {}))) for batch in sorted(batches))
 
 
 def _value_tags(best: BestConfig, scores: Scores) -> dict[str, str]:
-    """By what a version is compared, and its value where that is finite."""
+    """Return the tags for the comparison: the metric, and its value if it is finite."""
     by = _compared_by(best)
     if by is None:
         return {}
@@ -446,14 +447,14 @@ def _compared_by(best: BestConfig) -> str | None:
 
 
 def _best(tagged: Iterable[tuple[Any, Mapping[str, str]]]) -> Any:
-    """Of what has a value the first that none is better than; None: nothing has."""
+    """Return the best item that has a value, the first of equal ones; None: no item has a value."""
     ranked = [(_rank(tags), found) for found, tags in tagged]
     ranked = [pair for pair in ranked if math.isfinite(pair[0])]
     return min(ranked, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def _rank(tags: Mapping[str, str]) -> float:
-    """Less is better; NaN: it has no value, or somebody wrote one that is no number."""
+    """Return the value, smaller is better; NaN: it is missing or not a number."""
     try:
         return float(tags[Tag.VALUE]) * (1 if tags[Tag.BY].startswith("min ") else -1)
     except (KeyError, ValueError):
@@ -461,7 +462,7 @@ def _rank(tags: Mapping[str, str]) -> float:
 
 
 def is_version(name: str | None) -> bool:
-    """Whether a name is a registered model's version."""
+    """Return whether a name refers to a version of a registered model."""
     return name is not None and name.startswith(VERSION)
 
 
@@ -473,17 +474,17 @@ def find_address(
     uri: str | None = None,
     note: Callable[[str], None],
 ) -> str:
-    """Where the weights of a version are; what is no version's name is returned as it is.
+    """Return the address of a version's weights; any other name is returned unchanged.
 
     Args:
-        written: a checkpoint's or a model's name.
-        key: the recipe's.
-        world: this process; all of its processes call.
-        uri: MLflow's store; None, or the logger's default: as the environment says.
-        note: reports which version it is.
+        written: name of a checkpoint or model.
+        key: recipe key.
+        world: this process; all ranks call this.
+        uri: MLflow's store; None, or the logger's default: that of the environment.
+        note: reports the version.
 
     Raises:
-        UserError: there is no such version, or not these weights any more.
+        UserError: the version does not exist, or its weights were changed.
     """
     if not is_version(written):
         return written
@@ -514,7 +515,7 @@ def _look(written: str, key: str, uri: str | None, note: Callable[[str], None]) 
 
 
 def _check_weights(version: Any, what: str) -> None:
-    """Whether the weights of a version are there, and are those that were registered."""
+    """Raise an error if the weights of a version are missing or not those that were registered."""
     tags = version.tags
     if not {Tag.KIND, Tag.ADDRESS, Tag.FINGERPRINT} <= tags.keys():
         raise UserError(f"{what} was not registered from here, and says not where its weights are")
@@ -541,7 +542,7 @@ def _check_weights(version: Any, what: str) -> None:
 
 
 def store_uri(uri: str | None) -> str:
-    """Where versions are looked for, which is of a kind that MLflow knows."""
+    """Return the store to search for versions, of a kind that MLflow supports."""
     default = str(LOGGERS["mlflow"].keys["tracking_uri"])
     given = None if uri == default else uri
     found = given or os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI")
@@ -551,12 +552,12 @@ def store_uri(uri: str | None) -> str:
 
 
 def _asked(what: str, uri: str, ask: Callable[[], Any]) -> Any:
-    """What MLflow answers."""
+    """Return the result of a query to MLflow; errors become a UserError."""
     try:
         return ask()
     except UserError:
         raise
-    except Exception as error:  # requests', SQLAlchemy's, MLflow's
+    except Exception as error:  # of requests, SQLAlchemy or MLflow
         raise UserError(
             f"{what}: MLflow ({public(uri)}) does not answer: {describe(error)}; start it, or write"
             " another registry.uri or MLFLOW_TRACKING_URI"

@@ -1,7 +1,7 @@
-"""Where a run begins: anew, from its own newest checkpoint, or from another's.
+"""Start of a run: from its newest checkpoint, from another one, or without a checkpoint.
 
-And, before it does, whether all its processes have read the same recipe and the same rows, each
-from its own machine.
+Entry points: `find_start` and `fill_weights`. Before training, `check_same_recipe` and
+`check_same_rows` verify that all ranks, each on its machine, have the same recipe and data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from llmfoundry.recipe.typed import flat
 from llmfoundry.train.spikes import ResumeStep
 from llmfoundry.train.trainer import Trainer
 
-OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
+OF_MACHINE = re.compile(  # keys that may differ between the machines of a run
     r"(logger|plugins|parallel\.nproc_per_node|data\.(.*\.)?(paths|remote|local|storage_options"
     r"|cache_\w+|prefetch|prefetch_factor|download_\w+|requests_per_second|num_workers"
     r"|loader_workers))(\..*)?"
@@ -54,7 +54,7 @@ OF_MACHINE = re.compile(  # keys in which the machines of a run may differ
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where a run begins."""
+    """Checkpoint that a run begins with, if any."""
 
     checkpoint: Checkpoint | None = None
     weights_only: bool = False
@@ -63,11 +63,11 @@ class StartPoint:
 def find_start(
     recipe: ResolvedTrainRecipe, run: Storage, world: World, note: Callable[[str], None]
 ) -> StartPoint:
-    """The run's own newest checkpoint, else load_path's, else nothing; the same on every process.
+    """Return the run's newest checkpoint, else load_path's, else none; the same on all ranks.
 
     Raises:
-        UserError: the folder holds a run that the recipe does not allow to resume.
-        NoRestart: it lacks the checkpoints that this run's supervisor knows to be saved.
+        UserError: the folder has a run that the recipe does not allow to resume.
+        NoRestart: checkpoints are missing that the run's supervisor knows to be saved.
     """
     limits, existing = on_rank0(world, resume_limits), on_rank0(world, run.checkpoints)
     _refuse_vanished(run, existing, limits)
@@ -105,10 +105,10 @@ def find_start(
 
 
 def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -> None:
-    """Raise where a run would silently do again what its supervisor knows to be saved.
+    """Raise if a run would repeat steps whose checkpoint its supervisor knows to be saved.
 
     Raises:
-        NoRestart: the newest checkpoint is older than that, or there is none.
+        NoRestart: the newest checkpoint is older than that one, or there is none.
     """
     newest = batch_of(existing[0]) if existing else -1
     if newest < limits.saved:
@@ -121,7 +121,7 @@ def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -
 
 
 def _refuse_to_begin(run: Storage, existing: list[Path], refused: list[str]) -> None:
-    """Raise where there once was a checkpoint in a run's folder, though none can be used now."""
+    """Raise if a run's folder had a checkpoint but none can be used now."""
     if len(existing) > 1 or run.has_commit(existing[0]):
         raise UserError(
             f"save_folder: no checkpoint in {run} can be used ({refused[0]}); write"
@@ -142,13 +142,13 @@ def fill_weights(
     total: int,
     fill: Callable[[Decoder], None] | None = None,
 ) -> dict[str, Any]:
-    """Initialize, or load a checkpoint; the state that the run resumes with (`Trainer.save`).
+    """Initialize the model or load a checkpoint; return the state to resume (`Trainer.save`).
 
-    `total` is the run's length in batches; `fill` writes pretrained weights, where a run has some.
+    `total` is the run's length in batches; `fill` writes pretrained weights, if there are any.
 
     Raises:
-        UserError: the checkpoint belongs to another model, to another order of samples, or to a
-            longer run.
+        UserError: the checkpoint belongs to another model, another order of samples, or a longer
+            run.
     """
     checkpoint, model, world = start.checkpoint, job.root.model, job.world
     if checkpoint is None:
@@ -166,7 +166,7 @@ def fill_weights(
     then = state["identity"]
     kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in kept if then.get(k) != identity[k]]
-    if "adapter.name" in changed:  # all other keys of an adapter came or went with it
+    if "adapter.name" in changed:  # all other adapter keys changed with it
         changed = ["adapter.name"]
     if changed:
         raise UserError(
@@ -186,7 +186,7 @@ def fill_weights(
             f"max_duration: {job.recipe.max_duration} is {total} batches, but {checkpoint} has"
             f" done {state['batch']} already; write a longer one, or another run_name"
         )
-    if has_adapter(job.recipe):  # whose checkpoints do not hold the base
+    if has_adapter(job.recipe):  # checkpoints do not contain the base
         assert fill is not None
         fill(model)
         check_base(model, checkpoint.folder / FOLDER, "model.pretrained")
@@ -202,26 +202,26 @@ def fill_weights(
 def _changes(
     recipe: ResolvedTrainRecipe, checkpoint: Checkpoint, state: dict[str, Any]
 ) -> Iterator[str]:
-    """A line for every setting of the training that is no longer the checkpoint's."""
-    then = state["settings"]  # not recipe.yaml's: its values may come from outside
-    defaults = type(recipe)().training_settings()  # of keys that are newer than the checkpoint
+    """Return a line for every training setting that differs from the checkpoint's."""
+    then = state["settings"]  # not from recipe.yaml, whose values may come from the environment
+    defaults = type(recipe)().training_settings()  # for keys that the checkpoint lacks
     for key, value in recipe.training_settings().items():
         if then.get(key, defaults.get(key)) != value:
             yield f"{key}: {then.get(key)} until {checkpoint.name}, {value} from here on"
 
 
 def roll_back(trainer: Trainer, spike: int) -> ResumeStep:
-    """Go back before a spike: load the newest checkpoint that is old enough, skip what came after.
+    """Roll back before a spike: load an older checkpoint and skip the batches after it.
 
-    Which batch comes when is a pure function of how many samples each stream has given, so batches
-    are left out by counting them as given; the checkpoint keeps those counts in any case, and a
-    resume after this needs no more. A run that is killed before its next save goes back to the same
-    checkpoint, comes to the same spike and decides the same. Every process calls it, while no
-    thread reads the loader.
+    The order of batches is a pure function of the number of samples that each stream has given.
+    Batches are skipped by counting their samples as given; checkpoints contain these counts, so a
+    later resume needs nothing else. A run that is killed before its next save loads the same
+    checkpoint, reaches the same spike and decides the same. All ranks call this while no thread
+    reads the loader.
 
     Args:
-        trainer: the run; its model, its optimizer and its loader's order are loaded.
-        spike: steps done before the one that spiked; the weights are those of before it.
+        trainer: the run; its model, optimizer and loader state are loaded.
+        spike: number of steps before the one that spiked; the weights are those before it.
     """
     checkpointer, loader, world = trainer.checkpointer, trainer.loader, trainer.world
     config = trainer.recipe.callbacks.watch
@@ -239,13 +239,13 @@ def roll_back(trainer: Trainer, spike: int) -> ResumeStep:
     return ResumeStep(batch, skipped, checkpoint.name if checkpoint is not None else "", state)
 
 
-WIDE = "fp32 or amp_bf16"  # which keep the same weights, and may follow each other
+WIDE = "fp32 or amp_bf16"  # both keep fp32 weights, so a run may change between them
 
 
 def run_identity(job: RunContext) -> dict[str, Any]:
-    """What may not change between a checkpoint and its continuation, beside the data's order.
+    """Return the settings that must not change on resume, apart from the order of the data.
 
-    Weights and moments of another dtype would be rounded on loading, without a word.
+    Weights and optimizer state of another dtype would be rounded silently on loading.
     """
     recipe = job.recipe
     return {
@@ -263,7 +263,7 @@ def run_identity(job: RunContext) -> dict[str, Any]:
 
 
 def _finetuning_identity(recipe: ResolvedTrainRecipe) -> dict[str, Any]:
-    """What a fine-tuned run may not change beside: which parameters there are, and which train."""
+    """Return the same for fine-tuning: which parameters exist, and which are trained."""
     if not isinstance(recipe, ResolvedFinetuneRecipe):
         return {}
     adapter = flat(dataclasses.asdict(recipe.adapter), "adapter")
@@ -271,10 +271,10 @@ def _finetuning_identity(recipe: ResolvedTrainRecipe) -> dict[str, Any]:
 
 
 def check_same_recipe(recipe: ResolvedTrainRecipe, world: World) -> None:
-    """Compare the settings of all processes, but for paths and what concerns a machine alone.
+    """Compare the settings of all ranks, except paths and settings of a machine.
 
     Raises:
-        UserError: on every process; names the keys.
+        UserError: on every rank; names the keys.
     """
     settings = flat(dataclasses.asdict(recipe))
     found = {
@@ -288,10 +288,10 @@ def check_same_recipe(recipe: ResolvedTrainRecipe, world: World) -> None:
 def check_same_rows(
     loader: Loader, validation: HeldOut, tokenizer: Tokenizer, world: World
 ) -> None:
-    """Compare the rows that all processes have opened, and their tokenizers.
+    """Compare the data and tokenizers that all ranks have opened.
 
     Raises:
-        UserError: on every process; names what differs.
+        UserError: on every rank; names the difference.
     """
     found = {
         "tokenizer": tokenizer.fingerprint,
@@ -307,6 +307,6 @@ def _digest(value: Any) -> str:
 
 
 def _is_path(value: Any) -> bool:
-    """A text, or a list of texts, of which one names a place of this machine."""
+    """Return whether a text, or one of a list, is a path on this machine."""
     texts = value if isinstance(value, list) else [value]
     return any(isinstance(text, str) and "/" in text for text in texts)

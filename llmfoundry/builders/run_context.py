@@ -1,4 +1,4 @@
-"""`RunContext`: what the parts of a run share; and rows evaluated at a time."""
+"""`RunContext`: objects that the components of a run share; and the batch size of evaluation."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the parts of a run share."""
+    """Objects that the components of a run share."""
 
     recipe: ResolvedTrainRecipe
-    """Filled, the vocabulary's size included."""
+    """Resolved recipe, including the vocabulary size."""
     world: World
     tokenizer: Tokenizer
     prepared: RunData
     root: Root
     microbatch: int
     note: Callable[[str], None]
-    """Shows the user what was decided."""
+    """Reports a decision to the user."""
     run: Storage
-    """Where the run, or what is evaluated, is kept."""
+    """Storage of the run, or of the model under evaluation."""
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context of a forward pass in the recipe's precision."""
+        """Return a function that creates the autocast context of the recipe's precision."""
         return build_autocast(self.recipe.precision, self.world.device)
 
 
 def eval_rows(recipe: ResolvedTrainRecipe, microbatch: int) -> int:
-    """Rows evaluated at a time; without gradients a microbatch always fits."""
+    """Return the microbatch size of evaluation; it fits, because there are no gradients."""
     rows = recipe.device_eval_batch_size
     return rows if isinstance(rows, int) else microbatch

@@ -1,4 +1,4 @@
-"""From a recipe to a `Trainer`, one short function a part; read `build_trainer` first."""
+"""Construction of a `Trainer` from a recipe. Entry point: `build_trainer`, in six stages."""
 
 from __future__ import annotations
 
@@ -110,43 +110,43 @@ def build_trainer(
     *,
     pretrained: PretrainedModel | None = None,
 ) -> tuple[Trainer, RunContext]:
-    """All parts of a run: a trainer ready to `fit`, and what its parts share.
+    """Build all components of a run; return a trainer ready to `fit`, and the run's context.
 
     Args:
-        recipe: of the run; of fine-tuning with the pretrained model's shape.
+        recipe: resolved recipe; in fine-tuning with the shape of the pretrained model.
         world: this process.
-        tracker: the run's record and console.
-        run: where it is kept.
+        tracker: record and console of the run.
+        run: storage of the run.
         pretrained: the model that fine-tuning begins with.
 
     Raises:
-        UserError: the recipe asks for what cannot be had; nothing has been trained.
+        UserError: the recipe cannot be run; nothing has been trained.
     """
     note = tracker.note
-    # 1. This process among all, and what may be missing on one machine: before any text is read.
+    # 1. Join the mesh, and check this machine, before any text is read.
     world, meshes = _join_mesh(recipe, world, note)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe))
-    # 2. Where the run begins, and what it reads.
+    # 2. Find the checkpoint to resume from, and open the data.
     start = find_start(recipe, run, world, note)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, tokenizer, note)
-    # 3. The model, in what fits into memory.
+    # 3. Build the model, with a microbatch that fits the memory.
     chosen = _fitted(recipe, fit, start, run, world, note)
     root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
     job = RunContext(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
-    # 4. What trains it, on which rows when.
+    # 4. Build optimizer, schedule and loader.
     optimizer, clock = make_optimizer(recipe, root), build_clock(recipe, data)
     loader = build_loader(recipe, data, clock, tokenizer, world)
     check_same_rows(loader, data.validation, tokenizer, world)
-    # 5. Its weights: a reference model's log-probabilities are computed before and after them.
+    # 5. Load the weights. A reference model's log-probabilities are computed before and after.
     identity = run_identity(job)
     fill = None if pretrained is None else pretrained.fill
     reference = open_reference(job, data, start, fill)
     state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
     identity |= reference.begin()
     _note_costs(job, loader, clock)
-    # 6. The loop over all of these; then the record is opened, as nothing can be refused any more.
+    # 6. Build the loop. The record is opened last, because nothing can be rejected afterwards.
     module = apply_ddp(root, meshes)
     trainer = Trainer(
         recipe=recipe,
@@ -172,7 +172,7 @@ def build_trainer(
 
 
 def make_optimizer(recipe: ResolvedTrainRecipe, root: Root) -> Optimizer:
-    """The recipe's, of what trains of the model."""
+    """Return the recipe's optimizer for the trained parameters of the model."""
     return build_optimizer(
         root.model,
         recipe.optimizer,
@@ -188,7 +188,7 @@ def step_settings(
     microbatch: int,
     objective: Objective | None = None,
 ) -> StepSettings:
-    """What all steps of a run have in common; `objective` None: the cross-entropy."""
+    """Return the settings that all steps share; `objective` None: the cross-entropy."""
     return StepSettings(
         microbatch=microbatch,
         autocast=build_autocast(recipe.precision, world.device),
@@ -204,8 +204,8 @@ def step_settings(
 def _join_mesh(
     recipe: ResolvedTrainRecipe, world: World, note: Callable[[str], None]
 ) -> tuple[World, Meshes | None]:
-    """This process's place in the layout, which all have agreed upon."""
-    check_same_recipe(recipe, world)  # first: what is asked of all depends on it
+    """Return this process with the groups of its layout, after all ranks agree on the recipe."""
+    check_same_recipe(recipe, world)  # first: the collectives below depend on the recipe
     recipe.precision = served_precision(recipe.precision, world, note)
     if recipe.parallel.expert_parallel_degree == -1:
         found = {f"parallel.{EXPERT}": str(node_size())}
@@ -220,7 +220,7 @@ def _join_mesh(
 def _memory_fit(
     recipe: ResolvedTrainRecipe, world: World, trained: Decoder | None
 ) -> Callable[..., Fit]:
-    """`choose_fit` for the processes of the run, all of which call this, on machines that will do.
+    """Call `choose_fit` on all ranks, after checking that each machine can run the recipe.
 
     `trained` is the model of fine-tuning on the meta device.
     """
@@ -244,9 +244,9 @@ def _fitted(
     world: World,
     note: Callable[[str], None],
 ) -> Fit:
-    """The fit of a recipe, in which `auto` becomes what was chosen, and `note` reports why.
+    """Return the fit of a recipe, and set the recipe's `auto` to its choice; `note` reports why.
 
-    Its microbatch is the one that the run begins with.
+    The microbatch is the one that the run begins with.
     """
     parallel, begun_with, saved = recipe.parallel, None, start.checkpoint
     if saved is not None and not start.weights_only:
@@ -266,7 +266,7 @@ def _fitted(
 
 
 def _check_machine(recipe: ResolvedTrainRecipe, world: World, fit: Callable[..., Fit]) -> None:
-    """Before any text is read: what may be missing on this machine alone."""
+    """Check what may be missing on this machine, before any text is read."""
     fit(with_guessed_vocabulary(recipe))
     check_workers(recipe.data, world)
     check_kernels(recipe, world.device)
@@ -275,7 +275,7 @@ def _check_machine(recipe: ResolvedTrainRecipe, world: World, fit: Callable[...,
 def _open_data(
     recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
 ) -> RunData:
-    """The recipe's rows, of which `note` reports it."""
+    """Open the recipe's data and report its size."""
     data = with_places(open_data(recipe, tokenizer, world), recipe)
     for line in data.summary.splitlines():
         note(line)
@@ -283,7 +283,7 @@ def _open_data(
 
 
 def _note_costs(job: RunContext, loader: Loader, clock: Clock) -> None:
-    """Report what messages between nodes cost, and passes over few rows or those of a mixture."""
+    """Report the cost of communication between nodes, and repetition of small or mixed data."""
     gpu, batches = gpu_here(job.world.device), clock.total
     spans = spanning(job.recipe, job.world.size, job.microbatch, node_size(), gpu)
     passes = chain(mixture_lines(loader, batches), few_rows_lines(job.recipe, job.prepared, clock))
@@ -292,7 +292,7 @@ def _note_costs(job: RunContext, loader: Loader, clock: Clock) -> None:
 
 
 def _predicted(job: RunContext, batches: int) -> Iterator[str]:
-    """A line with a step's seconds by the plan, where the GPU is known and all weights train."""
+    """Yield a line with the estimated step time, if the GPU is known and all weights train."""
     gpu, recipe = gpu_here(job.world.device), job.recipe
     if gpu is None or isinstance(recipe, ResolvedFinetuneRecipe):
         return
@@ -304,7 +304,7 @@ def _predicted(job: RunContext, batches: int) -> Iterator[str]:
 
 
 def _open_record(trainer: Trainer, job: RunContext, tracker: Tracker) -> None:
-    """Begin to record; an earlier run in the folder is deleted under save_overwrite."""
+    """Open the record; an earlier run in the folder is deleted under save_overwrite."""
     if job.recipe.save_overwrite and job.world.is_main:
         job.run.remove_all()
         for name in (EVENTS, OUT_OF_MEMORY):
@@ -315,14 +315,14 @@ def _open_record(trainer: Trainer, job: RunContext, tracker: Tracker) -> None:
     if bad_rows and job.world.is_main:
         known = {event["what"] for event in read_events(job.run.folder)}
         for line in bad_rows:
-            if line not in known:  # written by an attempt before this one
+            if line not in known:  # a previous attempt may have written it
                 tracker.keep_event("bad_rows", line, "left out", step=None, action="drop")
 
 
 def make_tokenizer(
     recipe: ResolvedTrainRecipe, world: World, pretrained: PretrainedModel | None = None
 ) -> Tokenizer:
-    """The recipe's tokenizer; `train` learns from the recipe's corpora."""
+    """Return the recipe's tokenizer; `train` is trained on the recipe's corpora."""
     if recipe.tokenizer.name == PRETRAINED:
         assert pretrained is not None, "checked by the recipe"
         tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
@@ -353,9 +353,9 @@ def build_model(
     *,
     checkpoint: Checkpoint | None = None,
 ) -> Root:
-    """The model in its shards, with memory and without weights. The order matters.
+    """Build the sharded model with allocated, uninitialized weights. The order of steps matters.
 
-    `checkpoint` is what the run resumes from.
+    `checkpoint` is the checkpoint that the run resumes from.
     """
     root = build_root(recipe)
     folder = None if checkpoint is None else checkpoint.folder
@@ -388,7 +388,7 @@ def _compute_in_float8(
 
 
 def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
-    """The model that is to be fine-tuned on the meta device, to count what it takes."""
+    """Return the model of fine-tuning on the meta device, to count its memory."""
     root = build_root(recipe)
     adapt(root.model, recipe)
     freeze(root.model, recipe.optimizer)
@@ -398,7 +398,7 @@ def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
 def build_measure(
     job: RunContext, tracker: Tracker, *, resumed: bool
 ) -> Callable[[int], dict[str, float]]:
-    """`build_evaluate` for a run: the gauntlet's results are shown, and kept with the record."""
+    """Return `build_evaluate` of a run, whose gauntlet results are logged and recorded."""
 
     def record(batch: int, result: GauntletResult, _: list[TaskAnswers]) -> None:
         tracker.gauntlet(batch, result.to_json())
@@ -412,7 +412,7 @@ def build_measure(
 
 
 def check_layout(recipe: ResolvedTrainRecipe, world: World) -> None:
-    """The degrees must suit the processes and the model."""
+    """Check that the degrees match the number of ranks and the model."""
     degrees = recipe.parallel.degrees(world.size)
     problems = list(limits(recipe.model, recipe.parallel, degrees))
     if recipe.compile and not problems:
@@ -422,7 +422,7 @@ def check_layout(recipe: ResolvedTrainRecipe, world: World) -> None:
 
 
 def check_kernels(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
-    """Before any text is read: attention, experts and compilation must work on this device."""
+    """Check attention, experts and compilation on this device, before any text is read."""
     reason = attention_refusal(recipe, device)
     if reason is not None:
         raise UserError(f"model.attn_config.attn_impl: {reason}")
@@ -456,7 +456,7 @@ def _check_float8(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
 def settle_vocabulary(
     recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
 ) -> None:
-    """The embedding has a row for every token: as many as the tokenizer has, or as written."""
+    """Set vocab_size to the tokenizer's number of tokens, or check the recipe's value."""
     if isinstance(recipe, ResolvedFinetuneRecipe):
         rows = recipe.model.vocab_size
         fit_vocabulary(recipe.model, tokenizer, recipe.base)
@@ -472,7 +472,7 @@ def settle_vocabulary(
 
 
 def build_clock(recipe: ResolvedTrainRecipe, data: RunData) -> Clock:
-    """Batches in each unit of time."""
+    """Return the clock, which knows the batches in each unit of time."""
     size = recipe.global_train_batch_size
     return Clock(
         samples_per_batch=size,
@@ -483,7 +483,7 @@ def build_clock(recipe: ResolvedTrainRecipe, data: RunData) -> Clock:
 
 
 def build_phases(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> list[Phase]:
-    """The proportions at the run's start, and each of the recipe's phases by its first step."""
+    """Return the initial proportions and each of the recipe's phases with its first step."""
     phases, before = [Phase(0, data.weights)], 0.0
     for n, phase in enumerate(recipe.data.phases):
         at = clock.batches(phase.at)
@@ -501,7 +501,7 @@ def build_phases(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> li
 def build_loader(
     recipe: ResolvedTrainRecipe, data: RunData, clock: Clock, tokenizer: Tokenizer, world: World
 ) -> Loader:
-    """This process's share of every global batch."""
+    """Return the loader of this rank's part of every global batch."""
     mixture = Mixture(
         [stream.name for stream in data.streams],
         build_phases(recipe, data, clock),
@@ -526,7 +526,7 @@ def build_loader(
 
 
 def mixture_lines(loader: Loader, total: int) -> list[str]:
-    """A line for each of several streams: its part of a run of `total` batches, and its epochs."""
+    """Return a line for each of several streams: its share of `total` batches, and its epochs."""
     streams, given = loader.streams, loader.mixture.consumed(total)
     if len(streams) == 1:
         return []
@@ -538,7 +538,7 @@ def mixture_lines(loader: Loader, total: int) -> list[str]:
 
 
 def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> Checkpointer:
-    """The writer of checkpoints, each with the recipe as the user wrote it and the tokenizer."""
+    """Return the writer of checkpoints, which contain the user's recipe and the tokenizer."""
     found = None if job.recipe.save_overwrite else start.checkpoint
     own = found is not None and found.folder.parent == job.run.folder / CHECKPOINTS
     files = {"recipe.yaml": to_yaml(job.recipe.user_recipe)}
@@ -576,7 +576,7 @@ def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> 
 def banner(
     job: RunContext, loader: Loader, clock: Clock, first_batch: int
 ) -> list[tuple[str, str]]:
-    """What a run is, for the top of its console."""
+    """Return the description of a run for the top of its console output."""
     recipe, world = job.recipe, job.world
     parameters = value_count(job.root)
     size = f"{parameters:,} parameters"
@@ -610,11 +610,11 @@ def banner(
 
 
 def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
-    """A function of a checkpoint's folder that adds the adapter in peft's format; None: no adapter.
+    """Return a function that adds the adapter in peft's format to a checkpoint; None: no adapter.
 
-    It reads the tensors back from the checkpoint, which was just written there: by then the model
-    has trained on, and none of its processes has all of it. Every process calls `adapter_writer`,
-    the main one what it gives.
+    It reads the tensors back from the checkpoint that was just written: by then training has
+    continued, and no rank has all tensors. All ranks call `adapter_writer`; only the main process
+    calls its result.
     """
     recipe, model = job.recipe, job.root.model
     if not isinstance(recipe, ResolvedFinetuneRecipe) or not has_adapter(recipe):
