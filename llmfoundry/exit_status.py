@@ -22,6 +22,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -54,11 +55,14 @@ def own_node() -> str:
 def on_stops(handler: Handler) -> dict[signal.Signals, Any]:
     """Set the handler of all STOPS signals that are not ignored (nohup ignores SIGHUP).
 
-    Also unblocks the signals: a signal that arrived while they were blocked is delivered now.
+    Also unblocks the signals: a signal that arrived while they were blocked is delivered now. Does
+    nothing outside the main thread, where Python sets no handlers.
 
     Returns:
         The previous handlers.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     numbers = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)

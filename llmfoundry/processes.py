@@ -105,3 +105,22 @@ def _watch(pid: int) -> None:
     except psutil.NoSuchProcess:
         pass
     os._exit(1)
+
+
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_VARIABLES = (
+    ALLOCATOR_VARIABLE,
+    "PYTORCH_CUDA_ALLOC_CONF",  # older names, still read by PyTorch
+    "PYTORCH_HIP_ALLOC_CONF",
+)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return allocator settings to add to the environment before PyTorch is imported.
+
+    Inputs of experts and packed documents have a different length in each step. With segments of
+    fixed size, fragmentation grows until a step runs out of memory. Settings of the user take
+    precedence.
+    """
+    is_set = any(name in environment for name in ALLOCATOR_VARIABLES)
+    return {} if is_set else {ALLOCATOR_VARIABLE: "expandable_segments:True"}

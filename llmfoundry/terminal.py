@@ -129,11 +129,16 @@ def quiet_libraries() -> None:
     transformers imports torchao if it is installed, which then prints four lines of warnings about
     missing kernels and its use of torch. Call this before the imports.
     """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_torchao()
     if not is_watched():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
+
+
+def quiet_torchao() -> None:
+    """Let torchao, and what it uses of torch, report errors alone."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def show_loading() -> None:

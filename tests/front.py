@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from llmfoundry import redaction
-from llmfoundry.cli.other_tools import register_other_tools
 from llmfoundry.cli.script import run
+from llmfoundry.migrate.other_tools import register_other_tools
 from llmfoundry.recipe.train import TrainRecipe
 
 register_other_tools()  # as each script does, for tests that load recipes without one

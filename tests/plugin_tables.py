@@ -13,10 +13,12 @@ from llmfoundry.recipe import choice_table, plugins
 from llmfoundry.recipe.attention import NORMS
 from llmfoundry.recipe.choice_table import ChoiceTable
 from llmfoundry.recipe.logger import CALLBACKS, LOGGERS
+from llmfoundry.recipe.loss import LOSSES
 from llmfoundry.recipe.optimizer import OPTIMIZERS
 from llmfoundry.recipe.schedule import SCHEDULES
 
 TABLES: list[ChoiceTable[Any]] = [
+    LOSSES,
     OPTIMIZERS,
     SCHEDULES,
     CALLBACKS,

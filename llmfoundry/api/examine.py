@@ -13,10 +13,11 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
@@ -26,6 +27,7 @@ from llmfoundry.builders.model_layout import ModelLayout, join_layout
 from llmfoundry.builders.open_model import (
     CHAT,
     LoadedModel,
+    OpenedModel,
     check_model,
     is_adapter,
     is_endpoint,
@@ -134,11 +136,8 @@ def evaluate(recipe: EvalRecipe) -> None:
     check_models(recipe)
     relaunch(recipe.parallel)
     with join_layout(recipe.parallel) as (world, layout):
-        console = Console(is_main=world.is_main)
-        recipe, named = with_addresses(recipe, world, console.note)
-        waiting, examined = _ready(recipe, named, world, layout, console), list[Examined]()
-        while waiting:
-            found = waiting.popleft()()  # and its weights are let go
+        console, examined = Console(is_main=world.is_main), list[Examined]()
+        for found in examine(recipe, world, layout, console):
             if world.is_main:
                 found.write()
                 send_files(found.run, found.folder, console.warn)
@@ -151,6 +150,29 @@ def evaluate(recipe: EvalRecipe) -> None:
             sys.exit(1)
 
 
+Live = Mapping[str, OpenedModel]
+"""Models that a program holds, by the names that a recipe gives them. `load` returns each as it is
+in memory."""
+_NONE: Live = MappingProxyType({})
+
+
+def examine(
+    recipe: EvalRecipe, world: World, layout: ModelLayout, console: Console, live: Live = _NONE
+) -> Iterator[Examined]:
+    """Yield what is found out about each model, in the recipe's order; every process calls it.
+
+    The questions of all models are made before the first one is asked. The weights of a model are
+    freed before those of the next are loaded.
+
+    Raises:
+        UserError: the gauntlet or its rows cannot be used with one of the models.
+    """
+    recipe, named = with_addresses(recipe, world, console.note, live)
+    waiting = _ready(recipe, named, world, layout, console, live)
+    while waiting:
+        yield waiting.popleft()()
+
+
 def _nothing_was_found(examined: Sequence[Examined]) -> bool:
     """Whether nothing was measured, or tasks were asked and every one of every model is n/a."""
     if not any(found.results["metrics"] for found in examined):
@@ -161,14 +183,19 @@ def _nothing_was_found(examined: Sequence[Examined]) -> bool:
 
 
 def with_addresses(
-    recipe: EvalRecipe, world: World, note: Callable[[str], None]
+    recipe: EvalRecipe, world: World, note: Callable[[str], None], live: Live = _NONE
 ) -> tuple[EvalRecipe, dict[str, str]]:
     """A recipe with the addresses of versions in place of their names.
 
     Returns:
         The recipe, and the registered models by those addresses.
     """
-    look = partial(find_address, world=world, uri=recipe.registry.uri, note=note)
+
+    def look(name: str, key: str) -> str:
+        if name in live:
+            return name
+        return find_address(name, key, world, uri=recipe.registry.uri, note=note)
+
     first = recipe.checkpoint and look(recipe.checkpoint, "checkpoint")
     models = [look(model, "models") for model in recipe.models]
     found = replace(recipe, checkpoint=first, models=models)
@@ -176,14 +203,14 @@ def with_addresses(
     return found, {at: re.split("[:@/]+", name)[1] for at, name in pairs if is_version(name)}
 
 
-def check_models(recipe: EvalRecipe) -> None:
+def check_models(recipe: EvalRecipe, live: Live = _NONE) -> None:
     """Every model that is not there, at once; versions of a registry are looked for later."""
     problems: list[str] = []
     for model in recipe.all_models():
         try:
-            if is_version(model):
+            if is_version(model) or (model in live and not _is_outside(model, live)):
                 continue
-            if not is_outside(model):
+            if not _is_outside(model, live):
                 key = "models" if model in recipe.models else "checkpoint"
                 if is_url(model) and "RANK" in os.environ:
                     continue  # looked for before this process was started, or when it is opened
@@ -194,13 +221,16 @@ def check_models(recipe: EvalRecipe) -> None:
                         f"{model}: holds no checkpoint; write a run's folder, or a checkpoint's"
                     )
                 continue
-            has_run = recipe.eval is None and not all(map(is_outside, recipe.all_models()))
+            has_run = recipe.eval is None and not all(
+                _is_outside(name, live) for name in recipe.all_models()
+            )
             if not has_run and (recipe.eval is None or recipe.eval.gauntlet is None):
                 raise UserError(
                     f"eval: {model} has no run that says what to measure; write eval=v0.3, another"
                     " choice of yamls/eval, or eval.gauntlet=FILE"
                 )
-            check_outside(model, None if recipe.eval is None else recipe.eval.icl_seq_len)
+            if model not in live:
+                check_outside(model, None if recipe.eval is None else recipe.eval.icl_seq_len)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -293,17 +323,19 @@ def _ready(
     world: World,
     layout: ModelLayout,
     console: Console,
+    live: Live,
 ) -> deque[Callable[[], Examined]]:
     """What asks each model, in their order; see `evaluate` for what is raised."""
     models, problems = recipe.all_models(), list[str]()
-    own = [model for model in models if not is_outside(model)]
+    own = [model for model in models if not _is_outside(model, live)]
     opened = [
-        _try(partial(_open_run, recipe, model, world, layout, console), problems) for model in own
+        _try(partial(_open_run, recipe, model, world, layout, console, live), problems)
+        for model in own
     ]
     runs = {run.name: run for run in opened if run is not None}
     host, waiting = _host(runs), deque[Callable[[], Examined]]()
     for model in models if not problems else ():
-        read = partial(_outside, recipe, model, host, named, world, console)
+        read = partial(_outside, recipe, model, host, named, world, console, live.get(model))
         if model in runs:
             read = partial(_own, recipe, runs[model], named, world, console)
         ask = _try(read, problems)
@@ -333,11 +365,21 @@ def _host(runs: Mapping[str, _Run]) -> _Host | None:
 
 
 def _open_run(
-    recipe: EvalRecipe, path: str, world: World, layout: ModelLayout, console: Console
+    recipe: EvalRecipe,
+    path: str,
+    world: World,
+    layout: ModelLayout,
+    console: Console,
+    live: Live,
 ) -> _Run:
-    loaded, fill = open_checkpoint(
-        path, world, note=console.note, precision=recipe.precision, layout=layout
-    )
+    if path in live:
+        checkpoint, fill = live[path].checkpoint, _do_nothing
+        assert checkpoint is not None, "else it is of no run"
+        loaded = checkpoint
+    else:
+        loaded, fill = open_checkpoint(
+            path, world, note=console.note, precision=recipe.precision, layout=layout
+        )
     if recipe.eval is None:
         require(loaded.recipe, "eval")
     config = dataclasses.replace(recipe.eval or loaded.recipe.eval, icl_max_fraction=None)
@@ -347,6 +389,10 @@ def _open_run(
         console.note(f"{path}: {layout.describe(run, loaded.root, world)}")
     held_out = _held_out(loaded, run, config, world, console)
     return _Run(path, loaded, run, config, held_out, rows, fill)
+
+
+def _do_nothing() -> None:
+    """Load the weights of a model that has them."""
 
 
 def _own(
@@ -458,6 +504,7 @@ def _outside(
     named: Mapping[str, str],
     world: World,
     console: Console,
+    live: OpenedModel | None,
 ) -> Callable[[], Examined]:
     """What asks a Hugging Face model or an endpoint: the gauntlet alone."""
     config = recipe.eval if recipe.eval is not None or host is None else host.config
@@ -467,7 +514,8 @@ def _outside(
             f"eval: {model} can only be asked a gauntlet, and the run beside it was asked none;"
             " write eval=v0.3, another choice of yamls/eval, or eval.gauntlet=FILE"
         )
-    outside = open_outside(model, recipe, world, seq_len=config.icl_seq_len, note=console.note)
+    seq_len, note = config.icl_seq_len, console.note
+    outside = open_outside(model, recipe, world, seq_len=seq_len, note=note, live=live)
     gauntlet = read_tasks(
         config,
         outside.settings,
@@ -537,6 +585,10 @@ class ExternalModel:
     load: Callable[[], tuple[EvaluatedModel, list[str]]]
 
 
+def _is_outside(model: str, live: Live) -> bool:
+    return live[model].checkpoint is None if model in live else is_outside(model)
+
+
 def is_outside(model: str) -> bool:
     """Whether a model's name is that of none of our runs."""
     return is_endpoint(model) or is_hugging_face(model) or is_adapter(model)
@@ -557,6 +609,7 @@ def open_outside(
     *,
     seq_len: int | None,
     note: Callable[[str], None],
+    live: OpenedModel | None = None,
 ) -> ExternalModel:
     """The model that a name stands for, but for its weights; see EvalRecipe.models.
 
@@ -566,10 +619,11 @@ def open_outside(
         world: this process.
         seq_len: longest question in tokens; unset: what the model reads at most.
         note: reports what the model is computed in, if that is not what was asked.
+        live: the model, if a program holds it.
     """
-    if is_endpoint(model):
+    if live is None and is_endpoint(model):
         return _endpoint(model)
-    opened = open_model(
+    opened = live or open_model(
         model, world, note=note, precision=recipe.precision or "fp32", seq_len=seq_len
     )
     rows = recipe.device_eval_batch_size

@@ -56,7 +56,7 @@ def evaluation_rows(recipe: ResolvedTrainRecipe, root: Root, world: World) -> in
 
     Args:
         recipe: filled.
-        root: its model, on the meta device.
+        root: its model, on the meta device, or with its weights.
         world: this process.
 
     Raises:
@@ -65,6 +65,8 @@ def evaluation_rows(recipe: ResolvedTrainRecipe, root: Root, world: World) -> in
     room = int(USABLE * memory_of_process(world))
     need = inference_memory(recipe, root.model, world.size, world.device)
     held = need.weights + need.gathered
+    if not next(root.parameters()).is_meta:  # its weights are no longer free memory
+        room += need.weights
     if held > room:
         spread = ", spread it with parallel=fsdp" if recipe.parallel.keeps_whole else ""
         raise UserError(

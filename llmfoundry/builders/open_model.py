@@ -159,6 +159,7 @@ class OpenedModel:
         start: what documents began with in its training; None: it was not trained here.
         load: reads the weights.
         load_class: reads them into transformers' class, for a given reason; None: it has none.
+        checkpoint: of one of our runs; None: it is another's model, or it has no checkpoint.
     """
 
     name: str
@@ -167,6 +168,7 @@ class OpenedModel:
     start: tuple[int, ...] | None
     load: Callable[[], LoadedModel]
     load_class: Callable[[str], LoadedModel] | None = None
+    checkpoint: Loaded | None = None
 
     def prompt_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text to be continued, at least one.
@@ -301,7 +303,7 @@ def _open_run(
         return of_run(loaded, world)
 
     start = tuple(loaded.tokenizer.document_start) if loaded.is_trained else None
-    return OpenedModel(name, loaded.tokenizer, window, start, load)
+    return OpenedModel(name, loaded.tokenizer, window, start, load, checkpoint=loaded)
 
 
 def of_run(loaded: LoadedCheckpoint, world: World) -> LoadedModel:
@@ -470,7 +472,9 @@ def _open_adapter(
         note(f"{folder}: merged into {base.name}")
         return replace(loaded, tokenizer=tokenizer, end_ids=loaded.end_ids | ends)
 
-    return replace(base, name=name, tokenizer=tokenizer, load=load, load_class=None)
+    return replace(
+        base, name=name, tokenizer=tokenizer, load=load, load_class=None, checkpoint=None
+    )
 
 
 def _add_to_decoder(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmfoundry.builders.data import RunData
 from llmfoundry.builders.model import build_autocast
@@ -13,6 +13,24 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.recipe.train import ResolvedTrainRecipe
+from llmfoundry.train.own_loss import LossFunction
+from llmfoundry.train.trainer import Callback
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a program adds to a recipe: objects that no YAML can hold.
+
+    Attributes:
+        loss: minimized in place of the recipe's loss; None: the recipe's.
+        callbacks: called after the recipe's callbacks.
+    """
+
+    loss: LossFunction | None = None
+    callbacks: Sequence[Callback] = field(default_factory=tuple)
+
+
+NOTHING = Additions()
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from llmfoundry.builders.resume import (
     roll_back,
     run_identity,
 )
-from llmfoundry.builders.run_context import RunContext, eval_rows
+from llmfoundry.builders.run_context import NOTHING, Additions, RunContext, eval_rows
 from llmfoundry.checkpoint.load import load_tensors, read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
@@ -88,8 +88,10 @@ from llmfoundry.plan.fit import (
 from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
+from llmfoundry.recipe.choice_table import load_code
 from llmfoundry.recipe.data import PRETRAINED
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.loss import LOSSES
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_size, recomputation
 from llmfoundry.recipe.source import under_key
@@ -98,6 +100,7 @@ from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.objective import CROSS_ENTROPY, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
+from llmfoundry.train.own_loss import OwnLoss
 from llmfoundry.train.step import StepSettings
 from llmfoundry.train.trainer import Trainer
 
@@ -109,6 +112,7 @@ def build_trainer(
     run: Storage,
     *,
     pretrained: PretrainedModel | None = None,
+    additions: Additions = NOTHING,
 ) -> tuple[Trainer, RunContext]:
     """Build all components of a run; return a trainer ready to `fit`, and the run's context.
 
@@ -118,6 +122,7 @@ def build_trainer(
         tracker: record and console of the run.
         run: storage of the run.
         pretrained: the model that fine-tuning begins with.
+        additions: what a program adds to the recipe.
 
     Raises:
         UserError: the recipe cannot be run; nothing has been trained.
@@ -126,18 +131,15 @@ def build_trainer(
     # 1. Join the mesh, and check this machine, before any text is read.
     world, meshes = _join_mesh(recipe, world, note)
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe))
-    # 2. Find the checkpoint to resume from, and open the data.
+    # 2. Find the checkpoint to resume from, and open the data and its loader.
     start = find_start(recipe, run, world, note)
-    tokenizer = make_tokenizer(recipe, world, pretrained)
-    data = _open_data(recipe, tokenizer, world, note)
-    settle_vocabulary(recipe, tokenizer, note)
+    tokenizer, data, clock, loader = open_batches(recipe, world, note, pretrained)
     # 3. Build the model, with a microbatch that fits the memory.
     chosen = _fitted(recipe, fit, start, run, world, note)
     root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
     job = RunContext(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
-    # 4. Build optimizer, schedule and loader.
-    optimizer, clock = make_optimizer(recipe, root), build_clock(recipe, data)
-    loader = build_loader(recipe, data, clock, tokenizer, world)
+    # 4. Build the optimizer.
+    optimizer = make_optimizer(recipe, root)
     check_same_rows(loader, data.validation, tokenizer, world)
     # 5. Load the weights. A reference model's log-probabilities are computed before and after.
     identity = run_identity(job)
@@ -148,6 +150,7 @@ def build_trainer(
     _note_costs(job, loader, clock)
     # 6. Build the loop. The record is opened last, because nothing can be rejected afterwards.
     module = apply_ddp(root, meshes)
+    objective = _own_loss(recipe, additions) or build_objective(job)
     trainer = Trainer(
         recipe=recipe,
         world=world,
@@ -156,19 +159,46 @@ def build_trainer(
         optimizer=optimizer,
         loader=loader,
         clock=clock,
-        settings=step_settings(recipe, world, root, job.microbatch, build_objective(job)),
+        settings=step_settings(recipe, world, root, job.microbatch, objective),
         bytes_per_token=data.bytes_per_token,
         tracker=tracker,
         checkpointer=build_checkpointer(job, tracker, start),
         roll_back=roll_back,
         evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
         identity=identity,
-        callbacks=build_callbacks(job),
+        callbacks=[*build_callbacks(job), *additions.callbacks],
         memory=build_limit(job, module),
         state=state,
     )
     _open_record(trainer, job, tracker)
     return trainer, job
+
+
+def open_batches(
+    recipe: ResolvedTrainRecipe,
+    world: World,
+    note: Callable[[str], None],
+    pretrained: PretrainedModel | None = None,
+) -> tuple[Tokenizer, RunData, Clock, Loader]:
+    """Tokenizer and text of a run, its length, and the loader of its batches.
+
+    The model's vocabulary is settled in the recipe.
+    """
+    tokenizer = make_tokenizer(recipe, world, pretrained)
+    data = _open_data(recipe, tokenizer, world, note)
+    settle_vocabulary(recipe, tokenizer, note)
+    clock = build_clock(recipe, data)
+    return tokenizer, data, clock, build_loader(recipe, data, clock, tokenizer, world)
+
+
+def _own_loss(recipe: ResolvedTrainRecipe, additions: Additions) -> Objective | None:
+    """The loss that a program or a plugin has; None: another one of the recipe's."""
+    if additions.loss is not None:
+        return OwnLoss(additions.loss, recipe.loss.name)
+    if not recipe.loss.is_own:
+        return None
+    function = load_code(LOSSES[recipe.loss.name].make)
+    return OwnLoss(partial(function, **recipe.loss.kwargs), recipe.loss.name)
 
 
 def make_optimizer(recipe: ResolvedTrainRecipe, root: Root) -> Optimizer:

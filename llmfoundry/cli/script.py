@@ -16,7 +16,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -24,12 +24,12 @@ from llmfoundry import __version__
 from llmfoundry.cli.command_line import CommandLine, parse, refuse_more
 from llmfoundry.cli.completion import complete
 from llmfoundry.cli.help import help_text, unknown_flag
-from llmfoundry.cli.other_tools import register_other_tools
 from llmfoundry.cli.sweep_points import SweepRecipe, is_sweeps, sweep_config, sweep_points
 from llmfoundry.command_text import as_called
 from llmfoundry.errors import RunFailure, UserError, disk_full, one_line
 from llmfoundry.exit_status import FAILED, GIVE_UP, MISTAKE, record_end
-from llmfoundry.processes import end_with_starters
+from llmfoundry.migrate.other_tools import register_other_tools
+from llmfoundry.processes import allocator_settings, end_with_starters
 from llmfoundry.recipe.load import checked, import_for_help, read
 from llmfoundry.recipe.overrides import as_list
 from llmfoundry.recipe.paths import recipe_name, shipped
@@ -289,22 +289,3 @@ def _check_installation() -> None:
             "llm-foundry and llmfoundry-recipes are both installed and share the import name"
             " llmfoundry; write `pip uninstall llm-foundry`, then install this project again"
         )
-
-
-ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
-ALLOCATOR_VARIABLES = (
-    ALLOCATOR_VARIABLE,
-    "PYTORCH_CUDA_ALLOC_CONF",  # older names, still read by PyTorch
-    "PYTORCH_HIP_ALLOC_CONF",
-)
-
-
-def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return allocator settings to add to the environment before PyTorch is imported.
-
-    Inputs of experts and packed documents have a different length in each step. With segments of
-    fixed size, fragmentation grows until a step runs out of memory. Settings of the user take
-    precedence.
-    """
-    is_set = any(name in environment for name in ALLOCATOR_VARIABLES)
-    return {} if is_set else {ALLOCATOR_VARIABLE: "expandable_segments:True"}

@@ -84,6 +84,9 @@ class Console:
         """Print the summary of the finished run: report, checkpoint, next commands."""
         self._block(rows, rule=False)
 
+    def close(self) -> None:
+        """End what moves; there is nothing here. Called when the run has ended, however."""
+
     def _block(self, rows: Iterable[tuple[str, str]], *, rule: bool) -> None:
         """Print rows of label and value in two columns; `rule` adds an empty line below."""
         rows = [(printable(label), printable(public(value))) for label, value in rows]

@@ -198,7 +198,9 @@ def _times(rows: Bytes, heap: float) -> Bytes:
 
 
 def _chunk_rows(recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.device) -> float:
-    """Return the number of sequences whose logits the loss holds at once."""
+    """Return the number of sequences whose logits the loss holds at once; an own loss holds all."""
+    if recipe.loss.is_own:
+        return math.inf
     vocabulary = -(-recipe.model.vocab_size // degrees.tensor)
     chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
     return chunk / -(-recipe.max_seq_len // degrees.context)

@@ -513,6 +513,14 @@ def compose(schema: Schema, recipe: Path | None, overrides: Sequence[str] = ()) 
     return composed
 
 
+def config_of(values: dict[str, Any]) -> DictConfig:
+    """Return plain values, whose interpolations are not resolved, as a configuration."""
+    try:
+        return OmegaConf.create(values)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, str(error.full_key), "")) from error
+
+
 def _replacements(
     groups: dict[str, str], sources: Sequence[YamlSource], composed: Composed
 ) -> Iterator[str]:

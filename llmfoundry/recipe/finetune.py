@@ -58,6 +58,11 @@ class FinetuneRecipe(TrainRecipe):
                 f"auto_probe: on measures cross-entropy, and preference.name is"
                 f" {self.preference.name}; write off"
             )
+        if self.preference.name != "none" and self.loss.is_own:
+            yield (
+                f"loss.name: {self.loss.name}, but preference.name: {self.preference.name} has a"
+                " loss, too; write preference.name: none, or loss.name: cross_entropy"
+            )
         if self.model.quantize != "none" and self.adapter.name == "none":
             yield (
                 f"model.quantize: {self.model.quantize} keeps matrices that cannot train; write"

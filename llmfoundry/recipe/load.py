@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmfoundry.errors import MOST_LINES, UserError
 from llmfoundry.recipe.paths import find_recipe, show
 from llmfoundry.recipe.plugins import import_plugins, leave_out
 from llmfoundry.recipe.schema import Schema
-from llmfoundry.recipe.typed import Problem, build, remember, require
+from llmfoundry.recipe.typed import (
+    Problem,
+    build,
+    edits,
+    remember,
+    require,
+    unknown_attributes,
+)
 from llmfoundry.recipe.unknown_keys import other_tools_file, unknown_key
 from llmfoundry.recipe.yaml_file import read_yaml
 from llmfoundry.redaction import hide, hide_override
+
+if TYPE_CHECKING:
+    from llmfoundry.recipe.compose import Composed
 
 T = TypeVar("T")
 
@@ -52,7 +63,7 @@ def read(
     plugins: bool = True,
 ) -> tuple[T, list[str]]:
     """Load a recipe, import its plugins and resolve `auto` formats; return also its error lines."""
-    from llmfoundry.recipe.compose import compose, value_at  # OmegaConf takes its time
+    from llmfoundry.recipe.compose import compose  # OmegaConf takes its time
 
     # Plain values of the file and the overrides, with interpolations resolved.
     schema = Schema.of(recipe_type)
@@ -66,6 +77,56 @@ def read(
     hide(raw)
     if file is not None and raw.get("run_name", "") is None:
         composed.config.run_name = file.stem
+    return _typed(recipe_type, composed, raw, file=file, plugins=plugins)
+
+
+def recheck(recipe: T) -> T:
+    """Return a copy of a recipe, checked as when it was read, with what was set since.
+
+    Values that were derived from others, such as a folder named after the run, follow those.
+
+    Raises:
+        UserError: a line for each unknown attribute, wrong type and value, and missing value.
+    """
+    from llmfoundry.recipe.compose import Composed, ValueSources, config_of
+
+    schema = Schema.of(type(recipe))
+    problems = [*unknown_attributes(recipe)]
+    if problems:
+        listed = [unknown_key(schema, problem.key, None) for problem in problems]
+        raise UserError(*(problem.line for problem in itertools.chain(*listed)))
+    found = edits(recipe)
+    places = found.places or ValueSources([], [])
+    places = replace(places, overridden=[*places.overridden, *found.changed])
+    composed = Composed(config_of(found.values), places)
+    if found.values.get("run_name", "") is None:  # named after its file when it was read
+        composed.config.run_name = recipe.run_name  # type: ignore[attr-defined]
+    again, lines = _typed(type(recipe), composed, found.values, file=None, plugins=True)
+    require(again)
+    if lines:
+        raise UserError(*lines)
+    return again
+
+
+def _typed(
+    recipe_type: type[T],
+    composed: Composed,
+    raw: dict[str, Any],
+    *,
+    file: Path | None,
+    plugins: bool,
+) -> tuple[T, list[str]]:
+    """Return the typed recipe of composed values, and its error lines.
+
+    Args:
+        recipe_type: the recipe's dataclass.
+        composed: its values.
+        raw: the values as written, which are remembered.
+        file: the recipe's file; None: there is none, or its values were checked before.
+        plugins: whether to import them, and to settle what depends on files.
+    """
+    from llmfoundry.recipe.compose import value_at
+
     values, pending = composed.resolved()
     hide(values)
     # The typed recipe, and its plugins, whose choices the checks need.
@@ -79,6 +140,7 @@ def read(
     # Unknown keys and wrong types, each with its file and line.
     problems = [problem for problem in problems if problem.key not in pending]
     if problems:
+        schema = Schema.of(recipe_type)
         listed = [
             [p] if not p.is_unknown else unknown_key(schema, p.key, value_at(values, p.key))
             for p in problems[:MOST_LINES]

@@ -9,8 +9,10 @@ invalid in the grammar (`data.paths=my file (1).jsonl`).
 
 from __future__ import annotations
 
+import os
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmfoundry.errors import UserError
@@ -19,6 +21,7 @@ from llmfoundry.recipe.schema import Key, Schema
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+_SPECIAL = re.compile(r"([\\()\[\]{}:=, \t])")  # characters of Hydra's grammar
 DEFAULT = object()
 LONGEST = 20_000
 """Characters that are read with the grammar; more belong into a file."""
@@ -71,8 +74,13 @@ def key_and_text(override: str) -> tuple[str, str]:
 
 def as_list(words: Sequence[str]) -> str:
     """Return words as the value of a key that takes a list of texts."""
-    escaped = (word.replace("\\", "\\\\").replace("'", "\\'") for word in words)
-    return "[" + ",".join(f"'{word}'" for word in escaped) + "]"
+    return "[" + ",".join(map(_quoted, words)) + "]"
+
+
+def _quoted(text: str) -> str:
+    """Return a text in quotes; the grammar reads backslashes as such, except before a quote."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"
 
 
 def _value(key: str, text: str, declared: Key | None) -> Any:
@@ -131,3 +139,49 @@ def _holds_sweep(value: Any) -> bool:
 
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, Sweep) or any(map(_holds_sweep, inner))
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Return overrides, as a command line has them, of Python values by dotted key.
+
+    A text is taken as the command line takes it, so that it may choose a group (`model: mpt-125m`)
+    or be a number. Numbers, booleans, None, lists and mappings keep their type. Paths and objects
+    with a folder, such as a `Run`, become its path.
+
+    Raises:
+        UserError: with a line for each value that no recipe can hold.
+    """
+    words, problems = list[str](), list[str]()
+    for key, value in values.items():
+        try:
+            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+            words.append(f"{key}={plain if isinstance(plain, str) else _in_grammar(plain)}")
+        except TypeError:
+            kind = type(value).__name__
+            problems.append(f"{key}: {value!r} is of type {kind}; write a number, text or list")
+    if problems:
+        raise UserError(*problems)
+    return words
+
+
+def _in_grammar(value: Any) -> str:
+    """Return a value in Hydra's grammar, texts in quotes.
+
+    Raises:
+        TypeError: the grammar has no such value.
+    """
+    if hasattr(value, "item") and not getattr(value, "ndim", 0):  # a number of NumPy or PyTorch
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | os.PathLike):
+        return _quoted(os.fspath(value))
+    if isinstance(value, Mapping):
+        names = [_SPECIAL.sub(r"\\\1", str(name)) for name in value]  # which take no quotes
+        items = [f"{n}: {_in_grammar(item)}" for n, item in zip(names, value.values(), strict=True)]
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, Sequence | set | frozenset):
+        return "[" + ", ".join(_in_grammar(item) for item in value) + "]"
+    raise TypeError

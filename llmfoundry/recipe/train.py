@@ -29,6 +29,7 @@ from llmfoundry.recipe.logger import (
     ResolvedLoggerConfig,
     ResolvedProfileConfig,
 )
+from llmfoundry.recipe.loss import LossConfig
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.optimizer import (
     GradientClippingConfig,
@@ -197,6 +198,8 @@ class TrainRecipe:
     """The tokenizer (group tokenizer/)."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text (group data/)."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """What training minimizes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer (group optimizer/)."""
     gradient_clipping: GradientClippingConfig = field(default_factory=GradientClippingConfig)
@@ -225,8 +228,8 @@ class TrainRecipe:
     """Where scripts/launch.py starts the run (group launch/)."""
     plugins: list[str] = field(default_factory=list)
     """Python files, my_file.py, or modules, my_package.module, that are imported before anything is
-    checked. They add optimizers, schedules, callbacks, loggers, norms, task types and file
-    types."""
+    checked. They add losses, optimizers, schedules, callbacks, loggers, norms, task types and
+    file types."""
 
     def settle(self) -> None:
         """Resolve settings that depend on existing files, before the recipe is checked."""
@@ -248,6 +251,7 @@ class TrainRecipe:
             self.model,
             self.tokenizer,
             self.data,
+            self.loss,
             self.optimizer,
             self.gradient_clipping,
             self.schedule,
@@ -356,6 +360,9 @@ class TrainRecipe:
                 f"device_train_microbatch_size: {micro} rows, but a step has only"
                 f" {self.global_train_batch_size} (global_train_batch_size); write at most that"
             )
+        if self.auto_probe == "on" and self.loss.is_own:
+            name = self.loss.name
+            yield f"auto_probe: on measures cross-entropy, and loss.name is {name}; write off"
         if self.save_num_checkpoints_to_keep == 0:
             yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
         if self.registry.name is not None and not self.logger.mlflow:
@@ -409,6 +416,7 @@ class TrainRecipe:
         self._fill_model()
         self.tokenizer.fill()
         self.data.fill()
+        self.loss.fill()
         self.optimizer.fill()
         self.schedule.fill()
         self.parallel.fill()

@@ -7,6 +7,7 @@ name ends with an underscore (because Python reserves the word) is written witho
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import types
 import typing
@@ -112,6 +113,68 @@ def as_written(recipe: Any) -> dict[str, Any]:
     """
     origin = _origin(recipe)
     return public_values(_put_back(to_dict(recipe), origin.loaded, origin.raw))
+
+
+class Edits(NamedTuple):
+    """A recipe's plain values, as far as they are unchanged since `remember` as they were written.
+
+    Attributes:
+        values: the values, with interpolations; changed texts have their `${` escaped.
+        changed: dotted keys of the changed values.
+        places: where the unchanged values come from (compose.ValueSources); None: unknown.
+    """
+
+    values: dict[str, Any]
+    changed: list[str]
+    places: Any
+
+
+def edits(recipe: Any) -> Edits:
+    """Return what a program has changed of a recipe that was read."""
+    origin, now = _origin(recipe), to_dict(recipe)
+    before, changed = dict(flat(origin.loaded)), list[str]()
+    for key, value in flat(now):
+        if key not in before or value != before[key]:
+            changed.append(key)
+    return Edits(_as_read(now, origin.loaded, origin.raw), changed, origin.places)
+
+
+def _as_read(values: Any, loaded: Any, raw: Any) -> Any:
+    """Return `values` with the written form of each that is unchanged."""
+    if isinstance(values, dict) and isinstance(raw, dict) and isinstance(loaded, dict):
+        pending = {name: value for name, value in raw.items() if name not in loaded}
+        kept = {k: _as_read(v, loaded.get(k, _NEW), raw.get(k)) for k, v in values.items()}
+        return pending | kept
+    is_unchanged = type(values) is type(loaded) and values == loaded
+    return raw if is_unchanged else _escape(_of_program(values))
+
+
+def _of_program(value: Any) -> Any:
+    """Return a value that a program has set in the types that YAML has."""
+    if isinstance(value, dict):
+        return {str(name): _of_program(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_of_program(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and not getattr(value, "ndim", 0):  # a number of NumPy or PyTorch
+        return value.item()
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return value if is_plain else repr(value)  # whose type the check reports
+
+
+_NEW = object()  # in place of the value that a new key had
+
+
+def unknown_attributes(section: Any, key: str = "") -> Iterator[Problem]:
+    """Yield a problem for each attribute of a recipe or section that is none of its fields."""
+    keys = Schema.of(type(section)).keys
+    own = {declared.field: name for name, declared in keys.items()}
+    for attribute, value in vars(section).items():
+        if attribute not in own and not attribute.startswith("_"):
+            yield Problem(f"{key}{attribute}", nearest(attribute, keys), is_unknown=True)
+        elif dataclasses.is_dataclass(value):
+            yield from unknown_attributes(value, f"{key}{own[attribute]}.")
 
 
 def require(recipe: Any, *needed: str) -> None:

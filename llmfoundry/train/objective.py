@@ -28,6 +28,11 @@ Look = Callable[[Batch, Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]],
 `factory(microbatch)` returns the function that maps the model and hidden states to the result."""
 
 
+OWN_COUNT = "own count"
+"""Among the reported sums: the divisor of the loss, if it is only known with the sums. Then the
+result of `Objective.count` is provisional, and `train_step` corrects the gradients."""
+
+
 class Objective(Protocol):
     """Loss that a training step minimizes.
 

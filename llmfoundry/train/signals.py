@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +33,9 @@ and to its processes, and torchrun forwards it to them."""
 class StopSignal:
     """Context in which a signal requests a stop after the current step.
 
-    A second Ctrl-C kills the process at once. So does any other signal that arrives more than
-    `_SAME_REQUEST` seconds after the first.
+    A second Ctrl-C kills the process at once, or calls `interrupt_again`. Any other signal that
+    arrives more than `_SAME_REQUEST` seconds after the first kills the process. In a thread other
+    than the main one no signal is handled.
 
     Ranks agree by one all-reduce per step on the host, whose result is read before the update. It
     normally starts before the step's work and overlaps with it. If a step can be repeated, it
@@ -40,7 +43,8 @@ class StopSignal:
     for each other's hosts there, but not for a device.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, interrupt_again: Any = signal.SIG_DFL) -> None:
+        self._interrupt_again = interrupt_again
         self._received, self._since = "", 0.0
         self._agreed = ""
         self._world = world
@@ -61,7 +65,10 @@ class StopSignal:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._failed or (self._world.size > 1 and isinstance(error, Exception)):
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and (
+            self._failed or (self._world.size > 1 and isinstance(error, Exception))
+        ):
             # The launcher sends SIGTERM to all processes as soon as one exits. Ignore it, so that
             # each process can still report its own error.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -70,7 +77,7 @@ class StopSignal:
         now = time.monotonic()
         if not self._received:
             self._received, self._since = signal.Signals(number).name, now
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, self._interrupt_again)
         elif now - self._since > _SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -26,7 +26,13 @@ from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, tota
 from llmfoundry.ops.torch_private import Replicas
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.telemetry import span
-from llmfoundry.train.objective import CROSS_ENTROPY, Look, Objective, sum_over_processes
+from llmfoundry.train.objective import (
+    CROSS_ENTROPY,
+    OWN_COUNT,
+    Look,
+    Objective,
+    sum_over_processes,
+)
 from llmfoundry.train.out_of_memory import release
 from llmfoundry.train.spikes import Guard
 
@@ -160,10 +166,13 @@ def train_step(
     # forward and backward passes, then one all-reduce of the losses
     sums = _accumulate(module, microbatches, settings, divisors, hooks)
     losses, reported, routing = sums.over_processes(settings.token_group)
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    if OWN_COUNT in reported:
+        count = reported.pop(OWN_COUNT)
+        losses["loss"] = _correct_divisor(parameters, losses["loss"], divisors[0], count)
     loss = sum(losses.values(), torch.zeros_like(losses["loss"]))
 
     # clip the gradients
-    parameters = [p for p in module.parameters() if p.grad is not None]
     with span("optimizer"):
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
     if hooks.on_gradients is not None:
@@ -235,12 +244,30 @@ def _run_microbatches(
                 (total, reported), routing = module(
                     microbatch.tokens, microbatch.layout, finish, routing=True
                 )
+            if OWN_COUNT in reported and routing is not None and routing.losses:
+                raise UserError(
+                    "loss: the routers of this model add losses with a divisor of their own; return"
+                    " losses (B, T) for tokens"
+                )
             losses = [total / loss_divisor]
             if routing is not None:
                 losses += [loss / routing_divisor for loss in routing.losses.values()]
             with span("backward"):
                 (sum(losses) * factor).backward()
         sums.add(losses, reported, routing)
+
+
+def _correct_divisor(
+    parameters: list[nn.Parameter], loss: Tensor, divisor: Tensor, count: Tensor
+) -> Tensor:
+    """Divide gradients and loss by `count` in place of `divisor`; by a count of 0 they become 0.
+
+    Returns:
+        The loss; gradients are changed in place.
+    """
+    factor = torch.where(count > 0, divisor / count, 0.0)
+    torch._foreach_mul_(_local_gradients(parameters), factor)
+    return loss * factor
 
 
 def sum_factor(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ the uninterrupted run bit for bit.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -242,8 +243,11 @@ class Trainer:
         window = state.get("window", (0.0, 0))
         return LossWindow(self.world.device, *window, only_finite=only_finite)
 
-    def fit(self) -> str:
+    def fit(self, interrupt_again: Any = signal.SIG_DFL) -> str:
         """Train to the end of the run, or until a signal or a callback stops it.
+
+        Args:
+            interrupt_again: handler of a second Ctrl-C; the first one saves and ends the run.
 
         Returns:
             The signal's name, or the reason of another stop; empty if the run is complete.
@@ -260,7 +264,7 @@ class Trainer:
                 callback.on_start(self)
             if self.recipe.eval_first and self.batch == 0:
                 self._evaluate()
-            return self._fit()
+            return self._fit(interrupt_again)
         except Exception as error:
             is_cut_off = failed_collective(error) is not None
             raise
@@ -271,13 +275,13 @@ class Trainer:
             for callback in self.callbacks:
                 callback.close()
 
-    def _fit(self) -> str:
+    def _fit(self, interrupt_again: Any) -> str:
         if not self.done and self.batch >= self._pause:  # the resumed run is already past pause_at
             return PAUSED
         signal_name = ""
         self._started = time.perf_counter()
         self._batches = BatchPrefetcher(self.loader, self.batch)
-        with StopSignal(self.world) as stop, ExitStack() as stack:
+        with StopSignal(self.world, interrupt_again) as stop, ExitStack() as stack:
             stack.callback(lambda: self._batches.close())  # a roll-back replaces self._batches
             try:
                 while not (self.done or signal_name):

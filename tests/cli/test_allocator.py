@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check.check import environment
-from llmfoundry.cli.script import ALLOCATOR_VARIABLES, allocator_settings
+from llmfoundry.processes import ALLOCATOR_VARIABLES, allocator_settings
 from tests.tiny import ROOT
 
 PROGRAM = """

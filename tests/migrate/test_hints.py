@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry.cli.other_tools import OTHERS
+from llmfoundry.migrate.other_tools import OTHERS
 from llmfoundry.recipe.checks import VALUES, nearest_option
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked

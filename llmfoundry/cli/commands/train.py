@@ -5,38 +5,25 @@ from __future__ import annotations
 import gzip
 import re
 import sys
+from functools import partial
 from itertools import islice
 
-from llmfoundry.builders.callbacks import MAKERS
-from llmfoundry.builders.evaluation import check_gauntlet
-from llmfoundry.builders.pretrained import open_base
+from llmfoundry.api.training import Hooks, run_training
 from llmfoundry.builders.run_context import RunContext
-from llmfoundry.builders.trainer import build_trainer
 from llmfoundry.checkpoint.object_storage import is_url
-from llmfoundry.checkpoint.open_run import hold_run, run_storage
-from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.cli.commands.check import before_run
 from llmfoundry.cli.commands.supervise import is_supervised, supervise
 from llmfoundry.command_text import command_line
-from llmfoundry.distributed.collectives import on_rank0
-from llmfoundry.distributed.fsdp import set_deterministic
-from llmfoundry.distributed.process_group import World, join, relaunch
-from llmfoundry.errors import UserError, one_line
+from llmfoundry.distributed.process_group import relaunch
 from llmfoundry.exit_status import DONE, SAVED, record_end
-from llmfoundry.files import atomic_write
 from llmfoundry.loggers.pages.report import metric_rows, read_evaluations
 from llmfoundry.loggers.pages.score_tables import changes, console_lines
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.source import TEXT
 from llmfoundry.recipe.train import ResolvedTrainRecipe
-from llmfoundry.recipe.typed import to_yaml
-from llmfoundry.resilience.hang.start_monitor import keep_recorder, monitored
-from llmfoundry.resilience.watch.watch import watch
 from llmfoundry.terminal import outlast_full_disks
-from llmfoundry.train.trainer import PAUSED, Trainer
+from llmfoundry.train.trainer import Trainer
 
-MAKERS["watch"] = watch  # of a package above builders
 GZIP_LIMIT = 50_000_000  # bytes of held-out text up to which gzip is tried: a few seconds
 
 
@@ -51,24 +38,15 @@ def train(recipe: ResolvedTrainRecipe) -> None:
         supervise(recipe)
     outlast_full_disks()
     relaunch(recipe.parallel, again=_resuming(recipe))
-    if recipe.deterministic:
-        set_deterministic()
-    run, hang = run_storage(recipe), recipe.hang
-    keep_recorder(hang)
-    with (
-        join(recipe.parallel) as world,
-        hold_run(run, world, note=print),
-        monitored(hang, world, run.folder, is_compiled=recipe.compile),
-    ):
-        before_run(recipe, world, run.folder)
-        stopped_by = _train(recipe, world, run)
-    is_cut_off = stopped_by not in ("", PAUSED)
+    ended = run_training(recipe, Hooks(begin=partial(before_run, recipe), finish=_print_results))
+    world = ended.world
     if world.is_main or world.local_rank == 0:  # each machine may have a supervisor of its own
-        if is_cut_off:
-            record_end(SAVED, "stopped", [f"stopped by {stopped_by}, and saved"])
+        if ended.is_cut_off:
+            record_end(SAVED, "stopped", [f"stopped by {ended.stopped_by}, and saved"])
         else:
-            record_end(DONE, "done", [f"the run is {'paused' if stopped_by else 'complete'}"])
-    if is_cut_off and world.is_main:  # of others a launcher would end the main one
+            state = "paused" if ended.stopped_by else "complete"
+            record_end(DONE, "done", [f"the run is {state}"])
+    if ended.is_cut_off and world.is_main:  # of others a launcher would end the main one
         sys.exit(SAVED)
 
 
@@ -78,45 +56,8 @@ def _resuming(recipe: ResolvedTrainRecipe) -> list[str]:
     return words if recipe.autoresume else [*words, "autoresume=true"]
 
 
-def _train(recipe: ResolvedTrainRecipe, world: World, run: Storage) -> str:
-    """Train; the name of the signal that has stopped it, empty where it is complete."""
-    pretrained = None
-    on_rank0(world, lambda: check_gauntlet(recipe.eval))
-    notes: list[str] = []
-    if isinstance(recipe, ResolvedFinetuneRecipe):
-        pretrained = open_base(recipe, world, note=notes.append)
-        notes.append(f"model.pretrained: {pretrained.summary}")
-    tracker = Tracker(recipe, run.folder, is_main=world.is_main)
-    status, final = "failed", {}
-    try:
-        for line in notes:
-            tracker.note(line)
-        trainer, job = build_trainer(recipe, world, tracker, run, pretrained=pretrained)
-        on_rank0(world, lambda: _write_recipe(job))
-        stopped_by = trainer.fit()
-        status = "killed" if stopped_by else "finished"
-        final = trainer.latest_evaluation
-    finally:
-        tracker.close(status, final)
-    if stopped_by:
-        tracker.note(f"stopped by {stopped_by} after batch {trainer.batch}, and saved")
-        later = " with a later pause_at, or null," if stopped_by == PAUSED else ""
-        tracker.note(f"the same command{later} resumes from there")
-    elif world.is_main:
-        tracker.console.finish(_results(trainer, job, tracker))
-    return stopped_by
-
-
-def _write_recipe(job: RunContext) -> None:
-    """Write what the user asked for, and the tokenizer, to the run's folder."""
-    try:
-        atomic_write(job.run.folder / "recipe.yaml", to_yaml(job.recipe.user_recipe))
-        job.tokenizer.save(job.run.folder / "tokenizer")
-    except OSError as error:
-        raise UserError(
-            f"save_folder: {job.run} cannot be written: {one_line(error)}; make room there,"
-            " or write another folder"
-        ) from error
+def _print_results(trainer: Trainer, job: RunContext, tracker: Tracker) -> None:
+    tracker.console.finish(_results(trainer, job, tracker))
 
 
 def _results(trainer: Trainer, job: RunContext, tracker: Tracker) -> list[tuple[str, str]]:

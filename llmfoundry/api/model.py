@@ -1,0 +1,262 @@
+"""`Model`: any model that a name stands for, as a module of PyTorch. `load` and `build` make it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from llmfoundry.api.generation import Drawer
+from llmfoundry.api.recipes import Overrides, checked_recipe, checked_words
+from llmfoundry.builders.adapter import adapt, begin_adapter
+from llmfoundry.builders.model import build_root, served_precision
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
+from llmfoundry.builders.pretrained import open_base
+from llmfoundry.builders.registry import find_address
+from llmfoundry.builders.trainer import make_tokenizer, settle_vocabulary
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.process_group import World, choose_device
+from llmfoundry.errors import UserError
+from llmfoundry.inference.text import stream_text
+from llmfoundry.models.attention import longest_document
+from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.recipe.after_training import GenerateRecipe
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.overrides import words_of
+from llmfoundry.recipe.train import TrainRecipe
+
+
+class Model(nn.Module):
+    """A model with its tokenizer.
+
+    >>> model = lf.load("runs/quickstart")
+    >>> ids = model.tokenizer("def __init__(self")
+    >>> logits = model(ids)
+    >>> logits.shape == (*ids.shape, model.module.config.vocab_size)
+    True
+    >>> text = model.generate("def __init__(self", max_new_tokens=8)
+    >>> text.startswith("def __init__(self")
+    True
+
+    Attributes:
+        name: the name that it was loaded by.
+        module: the `Decoder`, or the class of transformers that computes the model.
+        precision: fp32, amp_bf16 or bf16, in which `forward` computes.
+    """
+
+    def __init__(self, opened: OpenedModel, loaded: LoadedModel) -> None:
+        """Wrap a model that the builders have opened; `load` and `build` call this."""
+        super().__init__()
+        self.name, self.precision = opened.name, loaded.precision
+        self._opened, self._loaded = opened, loaded
+        self.module: nn.Module = loaded.hugging_face if loaded.root is None else loaded.root.model
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer: `tokenizer(text)` returns ids (1, T), and `decode` the text."""
+        return ModelTokenizer(self._opened, self.device)
+
+    @property
+    def opened(self) -> OpenedModel:
+        """All but the weights; its `load` returns the model as it is now."""
+        return replace(self._opened, load=self._on_device)
+
+    def forward(self, ids: Tensor, layout: PackedLayout | None = None) -> Tensor:
+        """Return logits (B, T, V) of ids (B, T).
+
+        Args:
+            ids: tokens; without a `layout` each sequence is one document.
+            layout: documents that are packed into a sequence, such as `batch.layout`.
+        """
+        loaded = self._on_device()
+        with loaded.autocast():
+            if loaded.root is None:
+                return self.module(ids).logits
+            return loaded.root(ids, layout, lambda model, hidden: model.head(hidden))
+
+    @overload
+    def generate(self, prompt: str, **settings: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Tensor, **settings: Any) -> Tensor: ...
+
+    def generate(self, prompt: str | Tensor, **settings: Any) -> str | Tensor:
+        """Return a prompt and its continuation, as `scripts/generate.py` prints them.
+
+        Args:
+            prompt: a text; or ids (1, T), for which ids are returned.
+            settings: keys of scripts/generate.py: max_new_tokens, temperature, top_k, top_p, seed,
+                kv_cache.
+
+        Raises:
+            UserError: a setting is unknown or out of range, or the prompt is too long.
+        """
+        words = words_of({"checkpoint": self.name, "prompt": "", **settings})
+        recipe = checked_words(GenerateRecipe, None, words)
+        recipe.fill()
+        if isinstance(prompt, str):
+            ids = self._opened.prompt_ids(prompt)
+        else:
+            ids = prompt.flatten().tolist()
+        was_training = self.training
+        self.eval()
+        try:
+            drawer = Drawer(recipe, self._on_device())
+            tokens = [*drawer.draw(ids, recipe.max_new_tokens)]
+        finally:
+            self.train(was_training)
+        if not isinstance(prompt, str):
+            return torch.tensor([[*ids, *tokens]], device=self.device)
+        return prompt + "".join(stream_text(tokens, self._opened.tokenizer.decode, prompt=ids))
+
+    def _on_device(self) -> LoadedModel:
+        """The model where its weights are now."""
+        return replace(self._loaded, device=self.device)
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.parameters())
+        return f"Model({self.name!r}, {count:,} parameters, {self.precision} on {self.device})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{self!r} cannot be pickled; save model.state_dict(), or load {self.name!r} again"
+        )
+
+
+class ModelTokenizer:
+    """A model's tokenizer, by whose other names its `data.text.tokenizer.Tokenizer` is reached."""
+
+    def __init__(self, opened: OpenedModel, device: torch.device) -> None:
+        self._opened, self._device = opened, device
+
+    @property
+    def base(self) -> Tokenizer:
+        """The tokenizer itself."""
+        return self._opened.tokenizer
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Tensor:
+        """Return the ids (1, T) of a text to be continued, on the model's device.
+
+        They begin as documents began in the model's training, unless `add_special_tokens` is false.
+        """
+        if not isinstance(text, str):
+            raise UserError(f"tokenizer: takes one text, and this is a {type(text).__name__}")
+        ids = self._opened.prompt_ids(text, add_special_tokens=add_special_tokens)
+        return torch.tensor([ids], dtype=torch.int64, device=self._device)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return the text of ids (T,) or (1, T)."""
+        numbers = ids.flatten().tolist() if isinstance(ids, Tensor) else [*ids]
+        return self.base.decode(numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    precision: str | None = None,
+    device: str | torch.device | None = None,
+) -> Model:
+    """Load a model.
+
+    >>> lf.load("runs/quickstart").name
+    'runs/quickstart'
+
+    Args:
+        name: a run's folder or a checkpoint's, or the URL of one; a `Run`; an adapter's folder in
+            peft's format; a folder that transformers saved, or hf:OWNER/NAME on the hub; or a
+            registered version, models:/NAME@best.
+        precision: fp32, amp_bf16 or bf16; None: the run's precision, for other models fp32.
+        device: None: this process's GPU, else the CPU.
+
+    Raises:
+        UserError: there is no such model, or it cannot be used here.
+    """
+    written = os.fspath(name)
+    # The precision is checked as scripts/generate.py checks it.
+    words = words_of({"checkpoint": written, "prompt": "", "precision": precision})
+    recipe = checked_words(GenerateRecipe, None, words)
+    world = this_process(device)
+    address = find_address(written, "checkpoint", world, uri=recipe.registry.uri, note=to_stderr)
+    opened = open_model(address, world, note=to_stderr, precision=precision)
+    loaded = opened.load()
+    for line in loaded.notes:
+        to_stderr(line)
+    return Model(replace(opened, name=written), loaded)
+
+
+def build(
+    recipe: TrainRecipe | str,
+    overrides: Overrides = (),
+    *,
+    device: str | torch.device | None = None,
+) -> Model:
+    """Return the model that a run of a recipe begins with: initialized, or pretrained.
+
+    >>> new = lf.build(lf.recipe("tiny.yaml"))
+    >>> new.name
+    'tiny, before training'
+
+    Args:
+        recipe: from `lf.recipe`, or what `lf.recipe` takes.
+        overrides: with the name of a recipe, as of `lf.recipe`.
+        device: None: this process's GPU, else the CPU.
+    """
+    resolved = checked_recipe(recipe, overrides).resolve()
+    world = this_process(device)
+    resolved.precision = served_precision(resolved.precision, world, to_stderr)
+    pretrained = None
+    if isinstance(resolved, ResolvedFinetuneRecipe):
+        pretrained = open_base(resolved, world, note=to_stderr)
+    tokenizer = make_tokenizer(resolved, world, pretrained)
+    settle_vocabulary(resolved, tokenizer, to_stderr)
+    # The weights, on the device; those of a run do not depend on its layout either.
+    root = build_root(resolved)
+    adapt(root.model, resolved, note=to_stderr)
+    root.to_empty(device=world.device)
+    if pretrained is None:
+        root.model.init_weights(resolved.seed)
+    else:
+        pretrained.fill(root.model)
+        begin_adapter(root.model, resolved)
+    config = root.model.config
+    is_class = isinstance(resolved.model, HFModelConfig)
+    loaded = LoadedModel(
+        tokenizer=tokenizer,
+        device=world.device,
+        precision=resolved.precision,
+        end_ids=frozenset(tokenizer.end_ids),
+        n_tokens=config.vocab_size,
+        longest=longest_document(config),
+        root=None if is_class else root.eval(),
+        hugging_face=getattr(root.model, "hf", None) if is_class else None,
+    )
+    name, start = f"{resolved.run_name}, before training", tuple(tokenizer.document_start)
+    opened = OpenedModel(name, tokenizer, config.max_seq_len, start, load=lambda: loaded)
+    return Model(opened, loaded)
+
+
+def this_process(device: str | torch.device | None = None) -> World:
+    """Return the world of this process alone, also under a launcher."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    return World(0, 1, 0, torch.device(device) if device else choose_device(local_rank, None))
+
+
+def to_stderr(text: str) -> None:
+    """Show the user a line."""
+    print(text, file=sys.stderr)

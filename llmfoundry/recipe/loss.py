@@ -1,0 +1,57 @@
+"""The `loss` section: what training minimizes.
+
+`LOSSES` is the table that plugins extend; `train/own_loss.py` calls their functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable, check_settings
+from llmfoundry.recipe.schema import check_fields, choice
+
+CROSS_ENTROPY = "cross_entropy"
+
+
+@dataclass(frozen=True)
+class LossType(ChoiceRecord):
+    """A loss.
+
+    `make(model, batch, **settings)` returns the losses of a microbatch in one of the forms that
+    `train/own_loss.py` describes. The settings are the record's keys.
+    """
+
+
+LOSSES = ChoiceTable(
+    "loss.name",
+    LossType,
+    {CROSS_ENTROPY: LossType(SHIPPED, meaning="nats per labeled token.")},
+)
+
+
+@dataclass
+class LossConfig:
+    """What training minimizes. Validation always measures the cross-entropy."""
+
+    name: Annotated[str, choice(LOSSES)] = CROSS_ENTROPY
+    """The loss. Plugins add others; preference tuning has its own (preference.name)."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of a loss that a plugin adds."""
+
+    def check(self, key: str = "loss.") -> Iterator[str]:
+        """Yield an error line for each invalid value."""
+        yield from check_fields(key, self)
+        if self.name in LOSSES:
+            yield from check_settings(f"{key}kwargs.", self.kwargs, LOSSES[self.name].keys)
+
+    def fill(self) -> None:
+        """Resolve defaults in place."""
+        if self.name in LOSSES:  # unknown if the plugin of a run is not imported
+            LOSSES[self.name].fill(self)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a plugin or a program has the loss, which may hold all logits at once."""
+        return self.name != CROSS_ENTROPY
