@@ -111,7 +111,7 @@ class Scores(Sequence[Score]):
         """Return the differences from another model, on the rows that both answered.
 
         >>> scores = lf.evaluate("runs/quickstart", "generated_easy", rows=5)
-        >>> scores.compare(scores).tasks[0].difference
+        >>> scores.compare(scores).tasks[0].value
         0.0
         """
         return compare_rows(self._answers(), baseline._answers())

@@ -168,7 +168,7 @@ class OpenedModel:
     start: tuple[int, ...] | None
     load: Callable[[], LoadedModel]
     load_class: Callable[[str], LoadedModel] | None = None
-    checkpoint: Loaded | None = None
+    checkpoint: LoadedCheckpoint | None = None
 
     def prompt_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text to be continued, at least one.
