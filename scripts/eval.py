@@ -12,4 +12,4 @@ from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import EvalRecipe
 
 if __name__ == "__main__":
-    run(EvalRecipe, "llmfoundry.api.examine:evaluate", help=__doc__)
+    run(EvalRecipe, "llmfoundry.cli.commands.evaluate:evaluate", help=__doc__)

@@ -37,6 +37,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISAB
 ENV["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not begin in a fork
 IMPORTED = (
     "llmfoundry.cli.commands.train",
+    "llmfoundry.cli.commands.evaluate",
     *(f"llmfoundry.api.{name}" for name in ("examine", "conversion", "generation")),
     "llmfoundry.cli.script",
     "llmfoundry.recipe.compose",

@@ -19,13 +19,7 @@ from llmfoundry.api.run import Rows, Run
 from llmfoundry.builders.model_layout import join_layout
 from llmfoundry.builders.open_model import OpenedModel
 from llmfoundry.errors import UserError
-from llmfoundry.gauntlet.gauntlet import TaskAnswers
-from llmfoundry.gauntlet.paired import (
-    ModelAnswers,
-    PairedComparison,
-    compare_rows,
-    judged_answers,
-)
+from llmfoundry.gauntlet.paired import PairedComparison, compare_rows
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.overrides import words_of
 from llmfoundry.terminal import columns
@@ -75,13 +69,11 @@ class Scores(Sequence[Score]):
         results: all results, as in results.json.
     """
 
-    def __init__(
-        self, model: str, results: Mapping[str, Any], answers: Sequence[TaskAnswers] = ()
-    ) -> None:
-        """Wrap the results of `scripts/eval.py`, and the answers that they were computed from."""
-        self.model, self.results = model, dict(results)
-        self._lines = [line for part in answers for line in part.lines()]
-        self._judged = judged_answers(answers)
+    def __init__(self, found: Examined) -> None:
+        """Wrap the results of one model."""
+        self.model, self.results = found.name, dict(found.results)
+        self._lines = [line for part in found.answers for line in part.lines()]
+        self._judged = found.judged()
         found = self.results.get("gauntlet") or {}
         self._scores = [*map(_of_task, found.get("tasks", ()))]
         self.problems: list[str] = list(found.get("problems", ()))
@@ -114,10 +106,7 @@ class Scores(Sequence[Score]):
         >>> scores.compare(scores).tasks[0].value
         0.0
         """
-        return compare_rows(self._answers(), baseline._answers())
-
-    def _answers(self) -> ModelAnswers:
-        return ModelAnswers(self.model, self.results.get("gauntlet") or {}, self._judged)
+        return compare_rows(self._judged, baseline._judged)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row for each task."""
@@ -263,7 +252,7 @@ def evaluate(
         for found in examine(recipe, world, layout, console, live):
             if output is not None and world.is_main:
                 found.write()
-            results.append(_scores(found))
+            results.append(Scores(found))
     return results[0] if is_one else results
 
 
@@ -292,7 +281,3 @@ def _recipe(
         values["eval.icl_rows"] = rows
     values |= {f"eval.{name}": value for name, value in settings.items()}
     return checked_words(EvalRecipe, None, words_of(values))
-
-
-def _scores(found: Examined) -> Scores:
-    return Scores(found.name, found.results, found.answers)

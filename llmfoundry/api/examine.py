@@ -1,8 +1,8 @@
-"""`scripts/eval.py`: examine checkpoints, Hugging Face models and endpoints, side by side.
+"""Evaluation of checkpoints, Hugging Face models, endpoints and models that a program holds.
 
-All but the weights is read of every model first, and its questions made, so that a mistake costs
-nothing; then they are asked one after another. Each has a folder with results.json and rows.jsonl,
-and one page shows them all.
+Entry point: `examine`, which `cli/commands/evaluate.py` and `api/evaluation.py` call. Everything
+but the weights is read first, of all models, and their questions are made, so that a mistake costs
+no computation. Then the models are evaluated one after another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
 from llmfoundry.builders.data import RunData, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
-from llmfoundry.builders.model_layout import ModelLayout, join_layout
+from llmfoundry.builders.model_layout import ModelLayout
 from llmfoundry.builders.open_model import (
     CHAT,
     LoadedModel,
@@ -38,13 +37,13 @@ from llmfoundry.builders.registry import find_address, is_version, score_link, s
 from llmfoundry.builders.run_context import RunContext, eval_rows
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import find_place
-from llmfoundry.checkpoint.record_sync import read_record, send_files
+from llmfoundry.checkpoint.record_sync import read_record
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
 from llmfoundry.data.text.bpe import bytes_backend
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.process_group import ALONE, World, relaunch
+from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
@@ -54,8 +53,6 @@ from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.paired import (
     ModelAnswers,
-    PairedComparison,
-    compare_rows,
     judged_answers,
 )
 from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
@@ -63,18 +60,16 @@ from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.background_queue import DeferredTask
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
-from llmfoundry.loggers.writers import log_evaluation
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
-from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import missing, require
 from llmfoundry.redaction import OPTIONS, public, public_texts
 
-PAGE, REPORT, DIFFERENCES = "gauntlet.html", "report.html", "differences.json"
+PAGE, REPORT = "gauntlet.html", "report.html"
 T = TypeVar("T")
 
 
@@ -110,6 +105,12 @@ class Examined:
         there = self.report is not None and self.report.exists()
         return {**answers, **({"run": self.report} if self.report and there else {})}
 
+    def judged(self) -> ModelAnswers:
+        """Return the judged answers, for paired comparisons."""
+        return ModelAnswers(
+            self.name, self.results.get("gauntlet") or {}, judged_answers(self.answers)
+        )
+
     def write(self) -> None:
         """results.json, rows.jsonl and the page, and the loggers'; of the main process."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,31 +124,6 @@ class Examined:
             report = {key: to for key, to in self.pages().items() if key == "run"}
             alone = [(self.name, self.results["gauntlet"])]
             write_eval_page(self.folder / PAGE, alone, links=[report])
-
-
-def evaluate(recipe: EvalRecipe) -> None:
-    """Print each model's table, and write results.json, rows.jsonl and the page.
-
-    Raises:
-        UserError: a model is not there, or the gauntlet or its rows cannot be used with one of
-            them; found before the first is asked.
-        SystemExit: 1, where tasks were asked and not one of them has a score.
-    """
-    check_models(recipe)
-    relaunch(recipe.parallel)
-    with join_layout(recipe.parallel) as (world, layout):
-        console, examined = Console(is_main=world.is_main), list[Examined]()
-        for found in examine(recipe, world, layout, console):
-            if world.is_main:
-                found.write()
-                send_files(found.run, found.folder, console.warn)
-                _report(console, found, _logged(found, console))
-            examined.append(found)
-        if world.is_main and len(examined) > 1:
-            _compare(recipe, examined, console)
-        if _nothing_was_found(examined):
-            console.warn("no model has a score for any task; the problems above say why")
-            sys.exit(1)
 
 
 Live = Mapping[str, OpenedModel]
@@ -171,15 +147,6 @@ def examine(
     waiting = _ready(recipe, named, world, layout, console, live)
     while waiting:
         yield waiting.popleft()()
-
-
-def _nothing_was_found(examined: Sequence[Examined]) -> bool:
-    """Whether nothing was measured, or tasks were asked and every one of every model is n/a."""
-    if not any(found.results["metrics"] for found in examined):
-        return True
-    results = [found.results["gauntlet"] for found in examined if found.results["gauntlet"]]
-    tasks = [task for result in results for task in result["tasks"]]
-    return bool(results) and all(task["accuracy"] is None for task in tasks)
 
 
 def with_addresses(
@@ -235,48 +202,6 @@ def check_models(recipe: EvalRecipe, live: Live = _NONE) -> None:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-
-
-def _logged(found: Examined, console: Console) -> list[str]:
-    """The places that have got the scores."""
-    if found.logger is None:
-        return []
-    return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
-
-
-def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
-    metrics: Mapping[str, float] = found.results["metrics"]
-    shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
-    page = [("page", found.run.shown(found.folder / PAGE))] * bool(found.answers)
-    results = ("results", found.run.shown(found.folder / "results.json"))
-    logged = [("logged", ", ".join(places))] * bool(places)
-    console.finish([*shown, ("model", found.name), results, *page, *logged])
-
-
-def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:
-    """Write the page of all models, and compare each with the first on the rows of both."""
-    asked = [found for found in examined if found.results["gauntlet"]]
-    parts = [(found.name, found.results["gauntlet"]) for found in asked]
-    if len(parts) < 2:
-        return
-    folder = Path(recipe.output).expanduser() if recipe.output else Path("runs")
-    folder.mkdir(parents=True, exist_ok=True)
-    comparisons = _paired(asked)
-    for comparison in comparisons:
-        console.table(comparison.table())
-    write_json(folder / DIFFERENCES, [comparison.to_json() for comparison in comparisons])
-    links = [found.pages() for found in asked]
-    write_eval_page(folder / PAGE, parts, links=links, comparisons=comparisons)
-    console.finish([("models", str(len(parts))), ("side by side", show(folder / PAGE))])
-
-
-def _paired(examined: Sequence[Examined]) -> list[PairedComparison]:
-    """Return the paired differences of each model from the first."""
-    baseline, *models = (
-        ModelAnswers(found.name, found.results["gauntlet"], judged_answers(found.answers))
-        for found in examined
-    )
-    return [compare_rows(model, baseline) for model in models]
 
 
 @dataclass(frozen=True)

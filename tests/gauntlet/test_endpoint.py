@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llmfoundry.api.examine import evaluate, open_outside
+from llmfoundry.api.examine import open_outside
+from llmfoundry.cli.commands.evaluate import evaluate
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.endpoint import ATTEMPTS, Endpoint

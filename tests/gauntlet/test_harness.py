@@ -19,7 +19,7 @@ import transformers
 import yaml
 from hugging_face_models import plain_logprobs, save_model, save_tokenizer
 
-from llmfoundry.api.examine import evaluate as evaluate_command
+from llmfoundry.cli.commands.evaluate import evaluate as evaluate_command
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.harness import HarnessModel, HarnessResult, HarnessTasks

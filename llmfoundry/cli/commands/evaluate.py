@@ -1,0 +1,94 @@
+"""`scripts/eval.py`: print, write and log the scores of models, and compare them on one page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llmfoundry.api.examine import PAGE, Examined, check_models, examine
+from llmfoundry.builders.model_layout import join_layout
+from llmfoundry.checkpoint.record_sync import send_files
+from llmfoundry.distributed.process_group import relaunch
+from llmfoundry.files import write_json
+from llmfoundry.gauntlet.paired import PairedComparison, compare_rows
+from llmfoundry.loggers.console import Console
+from llmfoundry.loggers.pages.eval_page import write_eval_page
+from llmfoundry.loggers.writers import log_evaluation
+from llmfoundry.recipe.after_training import EvalRecipe
+from llmfoundry.recipe.paths import show
+
+DIFFERENCES = "differences.json"
+
+
+def evaluate(recipe: EvalRecipe) -> None:
+    """Print each model's table, and write results.json, rows.jsonl and the page.
+
+    Raises:
+        UserError: a model is not there, or the gauntlet or its rows cannot be used with one of
+            them; found before the first is asked.
+        SystemExit: 1, where tasks were asked and not one of them has a score.
+    """
+    check_models(recipe)
+    relaunch(recipe.parallel)
+    with join_layout(recipe.parallel) as (world, layout):
+        console, examined = Console(is_main=world.is_main), list[Examined]()
+        for found in examine(recipe, world, layout, console):
+            if world.is_main:
+                found.write()
+                send_files(found.run, found.folder, console.warn)
+                _report(console, found, _logged(found, console))
+            examined.append(found)
+        if world.is_main and len(examined) > 1:
+            _compare(recipe, examined, console)
+        if _nothing_was_found(examined):
+            console.warn("no model has a score for any task; the problems above say why")
+            sys.exit(1)
+
+
+def _nothing_was_found(examined: Sequence[Examined]) -> bool:
+    """Whether nothing was measured, or tasks were asked and every one of every model is n/a."""
+    if not any(found.results["metrics"] for found in examined):
+        return True
+    results = [found.results["gauntlet"] for found in examined if found.results["gauntlet"]]
+    tasks = [task for result in results for task in result["tasks"]]
+    return bool(results) and all(task["accuracy"] is None for task in tasks)
+
+
+def _logged(found: Examined, console: Console) -> list[str]:
+    """The places that have got the scores."""
+    if found.logger is None:
+        return []
+    return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
+
+
+def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
+    metrics: Mapping[str, float] = found.results["metrics"]
+    shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
+    page = [("page", found.run.shown(found.folder / PAGE))] * bool(found.answers)
+    results = ("results", found.run.shown(found.folder / "results.json"))
+    logged = [("logged", ", ".join(places))] * bool(places)
+    console.finish([*shown, ("model", found.name), results, *page, *logged])
+
+
+def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:
+    """Write the page of all models, and compare each with the first on the rows of both."""
+    asked = [found for found in examined if found.results["gauntlet"]]
+    parts = [(found.name, found.results["gauntlet"]) for found in asked]
+    if len(parts) < 2:
+        return
+    folder = Path(recipe.output).expanduser() if recipe.output else Path("runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    comparisons = _paired(asked)
+    for comparison in comparisons:
+        console.table(comparison.table())
+    write_json(folder / DIFFERENCES, [comparison.to_json() for comparison in comparisons])
+    links = [found.pages() for found in asked]
+    write_eval_page(folder / PAGE, parts, links=links, comparisons=comparisons)
+    console.finish([("models", str(len(parts))), ("side by side", show(folder / PAGE))])
+
+
+def _paired(examined: Sequence[Examined]) -> list[PairedComparison]:
+    """Return the paired differences of each model from the first."""
+    baseline, *models = (found.judged() for found in examined)
+    return [compare_rows(model, baseline) for model in models]
