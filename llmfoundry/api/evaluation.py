@@ -74,9 +74,9 @@ class Scores(Sequence[Score]):
         self.model, self.results = found.name, dict(found.results)
         self._lines = [line for part in found.answers for line in part.lines()]
         self._judged = found.judged()
-        found = self.results.get("gauntlet") or {}
-        self._scores = [*map(_of_task, found.get("tasks", ()))]
-        self.problems: list[str] = list(found.get("problems", ()))
+        gauntlet = self.results.get("gauntlet") or {}
+        self._scores = [*map(_of_task, gauntlet.get("tasks", ()))]
+        self.problems: list[str] = list(gauntlet.get("problems", ()))
 
     @property
     def metrics(self) -> dict[str, float]:
