@@ -188,8 +188,8 @@ def _folder(recipe: ResolvedFinetuneRecipe, checkpoint: Path | None) -> Path | N
     """Return the folder of adapter.pretrained, or a checkpoint's copy of it; None: not set."""
     if recipe.adapter.pretrained is None:
         return None
-    own = None if checkpoint is None else checkpoint / FOLDER
-    return own or find_file(recipe.adapter.pretrained, "adapter.pretrained")
+    saved_adapter = None if checkpoint is None else checkpoint / FOLDER
+    return saved_adapter or find_file(recipe.adapter.pretrained, "adapter.pretrained")
 
 
 def _add(model: Decoder, recipe: ResolvedFinetuneRecipe, checkpoint: Path | None) -> None:
@@ -199,11 +199,11 @@ def _add(model: Decoder, recipe: ResolvedFinetuneRecipe, checkpoint: Path | None
     config, folder = recipe.adapter, _folder(recipe, checkpoint)
     if folder is None:
         plan = plan_adapter(model, config, split_qkv=splits_qkv(model.config))
-        whole = config.modules_to_save
+        fully_trained = config.modules_to_save
     else:
         read = read_adapter(folder, model, dropout=config.lora_dropout or 0.0)
-        plan, whole = read.plan, read.modules_to_save
-    add_adapter(model, plan, modules_to_save=whole, dtype=weight_dtype(recipe.precision))
+        plan, fully_trained = read.plan, read.modules_to_save
+    add_adapter(model, plan, modules_to_save=fully_trained, dtype=weight_dtype(recipe.precision))
 
 
 def _check_experts(recipe: ResolvedFinetuneRecipe) -> None:

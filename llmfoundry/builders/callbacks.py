@@ -39,11 +39,11 @@ from llmfoundry.train.trainer import Callback
 def build_callbacks(job: RunContext) -> list[Callback]:
     """Return the callbacks of the recipe, in the order in which they are called."""
     config = job.recipe.callbacks
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     for name in config.chosen():
         make = load_code(CALLBACKS[name].make, MAKERS.get(name))
-        found.append(make(job, **(config.plugins.get(name) or {})))
-    return [*found, *profilers(job)]  # last, so that traces include other callbacks of the step
+        callbacks.append(make(job, **(config.plugins.get(name) or {})))
+    return [*callbacks, *profilers(job)]  # last, so that traces include other callbacks of the step
 
 
 def profilers(job: RunContext) -> Iterator[Callback]:
@@ -137,20 +137,23 @@ MAKERS: dict[str, Callable[..., Callback]] = {
 def build_samples(job: RunContext) -> Callable[[int], list[Sample]]:
     """Return a function that continues the prompts and answers the first validation prompts."""
     config = job.recipe.callbacks.generate
-    asked = _asked(job, config.from_validation) if config.from_validation else []
+    validation_prompts = _asked(job, config.from_validation) if config.from_validation else []
 
     def write(batch: int) -> list[Sample]:
         tokenizer = job.tokenizer
         prompts = [tokenizer.encode_prompt(prompt) for prompt in config.prompts]
         prompts += [
-            [int(i) for i in example.prompt] or list(tokenizer.document_start) for example in asked
+            [int(i) for i in example.prompt] or list(tokenizer.document_start)
+            for example in validation_prompts
         ]
         drawn = _drawn(job, prompts, batch)
         written: list[Sample] = [
             (prompt, "".join(stream_text(tokens, tokenizer.decode, prompt=ids)))
             for prompt, ids, tokens in zip(config.prompts, prompts, drawn, strict=False)
         ]
-        answers = zip(asked, prompts[len(written) :], drawn[len(written) :], strict=True)
+        answers = zip(
+            validation_prompts, prompts[len(written) :], drawn[len(written) :], strict=True
+        )
         return [*written, *(_answered(job, *answer) for answer in answers)]
 
     return write
@@ -167,16 +170,16 @@ def draw_seed(seed: int, batch: int, place: int) -> int:
 
 
 def _asked(job: RunContext, n: int) -> list[HeldOutPrompt]:
-    found: list[HeldOutPrompt] = []
+    prompts: list[HeldOutPrompt] = []
     for part in _parts(job.prepared.validation):
         if isinstance(part, SupervisedHeldOut):
-            found += part.prompts(n - len(found))
-    if not found:
+            prompts += part.prompts(n - len(prompts))
+    if not prompts:
         raise UserError(
             f"callbacks.generate.from_validation: {n}, but no supervised rows are held out; write"
             " 0, a data.format other than text, or a larger data.validation_fraction"
         )
-    return found
+    return prompts
 
 
 def _parts(held_out: HeldOut) -> Iterable[HeldOut]:

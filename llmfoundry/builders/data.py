@@ -124,21 +124,21 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
     opened, validation = _open_all(opening, streams, held_out)
     if held_out is not config.validation:
         opening.notes.append("data.validation: not read, as eval.validation is false")
-    n_rows = [found.stream.n_rows for found in opened]
+    n_rows = [each.stream.n_rows for each in opened]
     if config.streams:
         weights, epoch_rows = stream_weights(config.streams, n_rows)
     else:
         weights, epoch_rows = (1.0,), n_rows[0]
     parts = np.array(weights) / sum(weights)
-    lines = [line for found in opened for line in found.notes]
+    lines = [line for each in opened for line in each.notes]
     return RunData(
-        streams=tuple(found.stream for found in opened),
+        streams=tuple(each.stream for each in opened),
         weights=weights,
         epoch_rows=epoch_rows,
         validation=validation,
-        bytes_per_token=float(parts @ [found.bytes_per_token for found in opened]),
+        bytes_per_token=float(parts @ [each.bytes_per_token for each in opened]),
         summary="\n".join(lines + opening.notes),
-        bad_rows=tuple([line for found in opened for line in found.bad_rows] + opening.bad_rows),
+        bad_rows=tuple([line for each in opened for line in each.bad_rows] + opening.bad_rows),
     )
 
 
@@ -150,8 +150,11 @@ def _is_measured(recipe: ResolvedTrainRecipe) -> bool:
 
 def _refuse_filters(config: DataConfig) -> None:
     """Reject filters of shards, whose documents are fixed."""
-    given = {"filter": config.filter != FilterConfig(), "deduplicate": config.deduplicate != "none"}
-    for key in (key for key, is_given in given.items() if is_given):
+    set_keys = {
+        "filter": config.filter != FilterConfig(),
+        "deduplicate": config.deduplicate != "none",
+    }
+    for key in (key for key, is_given in set_keys.items() if is_given):
         raise UserError(
             f"data.{key}: has no effect on shards while training; remove it, or prepare the shards"
             " with it (scripts/prepare_data.py)"
@@ -184,7 +187,7 @@ def _open_all(
                 opened.append(opening.stream(name, source))
         except BadRowsError as error:
             problems += error.problems
-    held_out = [part for found in opened for part in found.validation]
+    held_out = [part for each in opened for part in each.validation]
     if validation is not None:
         try:
             with under_key("data.validation"):
@@ -222,7 +225,7 @@ def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> 
     batch, rows, total = recipe.global_train_batch_size, data.epoch_rows, clock.total
     epochs = total / clock.batches_per_epoch
     steps = "1 step" if total == 1 else f"{total:,} steps"
-    asked = Duration.parse(recipe.max_duration)
+    max_duration = Duration.parse(recipe.max_duration)
     smaller = max(1, rows // _STEPS)
     if rows < batch:
         yield (
@@ -230,15 +233,15 @@ def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> 
             f" {recipe.max_seq_len:,} tokens: the run is {steps}, each reading every row"
             f" {batch / rows:.3g} times; write global_train_batch_size={smaller}"
         )
-    elif asked.unit == "ep" and total < _STEPS:
+    elif max_duration.unit == "ep" and total < _STEPS:
         yield (
-            f"max_duration: {asked} of {rows:,} rows is {steps}; write a longer one, or"
+            f"max_duration: {max_duration} of {rows:,} rows is {steps}; write a longer one, or"
             f" global_train_batch_size={smaller}"
         )
     if epochs > _EPOCHS:
         yield (
-            f"max_duration: {asked} reads each of {rows:,} rows {epochs:,.0f} times, until they are"
-            f" known by heart; write max_duration={_WORTH}ep, or add data"
+            f"max_duration: {max_duration} reads each of {rows:,} rows {epochs:,.0f} times, until"
+            f" they are known by heart; write max_duration={_WORTH}ep, or add data"
         )
     n_bytes = data.validation.n_bytes if recipe.eval.validation else _HELD_OUT_BYTES
     if not n_bytes:
@@ -381,14 +384,14 @@ class _Opening:
         opened = partial(prepare_corpus, config, self._tokenizer, progress=self._world.is_main)
         prepared = on_each_machine(self._world, opened, patient=True)
         dataset = prepared.train
-        found = TokenSource(name, dataset, self._recipe.max_seq_len)
-        check_length(found, stream_key(name), self._recipe.max_seq_len)
+        tokens = TokenSource(name, dataset, self._recipe.max_seq_len)
+        check_length(tokens, stream_key(name), self._recipe.max_seq_len)
         lines = prepared.summary.splitlines()
         if name != ONLY:
             lines = [f"{stream_key(name)}{line.removeprefix('data')}" for line in lines]
         ratio = dataset.n_bytes / dataset.n_tokens
         return _Opened(
-            OrderedStream(found, self._order(found.sizes)), ratio, lines, [prepared.validation]
+            OrderedStream(tokens, self._order(tokens.sizes)), ratio, lines, [prepared.validation]
         )
 
     def _shards(self, name: str, config: SourceConfig) -> _Opened:
@@ -412,28 +415,28 @@ class _Opening:
                 return _Probed(index, bytes_per_token=ratio, cut=cut)
             return _Probed(index, bytes_per_token=source.dataset.n_bytes / source.dataset.n_tokens)
 
-        found = on_rank0(self._world, find)
-        source = opened(found.index)
+        probed = on_rank0(self._world, find)
+        source = opened(probed.index)
         if isinstance(source, MDSTexts):
-            assert found.probe is not None
-            return self._packed(source, found.probe)
-        assert found.bytes_per_token is not None
+            assert probed.probe is not None
+            return self._packed(source, probed.probe)
+        assert probed.bytes_per_token is not None
         line = f"{stream_key(name)}: {source.n_rows:,} rows in {len(source.sizes):,} shards"
         if isinstance(source, MDSTokens):
-            line += f"; about {found.bytes_per_token:.2f} bytes each token (an estimate)"
+            line += f"; about {probed.bytes_per_token:.2f} bytes each token (an estimate)"
         else:
             line += (
                 f", {source.dataset.n_documents:,} documents, {source.dataset.n_tokens:,} tokens"
             )
-        lines = [line, *found.cut]
+        lines = [line, *probed.cut]
         return _Opened(
-            OrderedStream(source, self._order(source.sizes)), found.bytes_per_token, lines
+            OrderedStream(source, self._order(source.sizes)), probed.bytes_per_token, lines
         )
 
-    def _packed(self, texts: MDSTexts, found: PackingProbe) -> _Opened:
+    def _packed(self, texts: MDSTexts, packing_probe: PackingProbe) -> _Opened:
         ratio = self._config.packing_ratio
         exact = not isinstance(ratio, str)
-        packing = found.packing
+        packing = packing_probe.packing
         if not isinstance(ratio, str):
             packing = PackingRatio.of_ratio(ratio, self._recipe.global_train_batch_size)
         stream = PackedStream(
@@ -448,10 +451,10 @@ class _Opening:
             f"{stream_key(texts.name)}: {texts.n_rows:,} documents in {len(texts.sizes):,} shards;"
             f" {packing.documents / packing.rows:.2f} are packed into a row on average"
         )
-        cut = cut_share(found.sizes, packing, self._recipe.max_seq_len)
+        cut = cut_share(packing_probe.sizes, packing, self._recipe.max_seq_len)
         if cut:
             line += f", and about {cut:.1%} of their tokens do not fit and are cut off"
-        return _Opened(stream, found.bytes_per_token, [line])
+        return _Opened(stream, packing_probe.bytes_per_token, [line])
 
     def _order(self, sizes: np.ndarray) -> Order:
         config = self._config
@@ -463,7 +466,7 @@ class _Opening:
         )
 
     def _probe(self, texts: MDSTexts) -> PackingProbe:
-        found = probe(
+        result = probe(
             texts,
             self._order(texts.sizes),
             self._tokenizer,
@@ -471,7 +474,7 @@ class _Opening:
             batch_size=self._recipe.global_train_batch_size,
         )
         texts.close()
-        return found
+        return result
 
     def _look(self, key: str, source: MDSTokens, shard: int) -> tuple[float, list[str]]:
         """Return bytes of text per token, and a line about truncated samples.
@@ -479,10 +482,11 @@ class _Opening:
         `shard` is the shard that training reads first.
         """
         seq_len = self._recipe.max_seq_len
-        found = inspect_samples(
+        inspection = inspect_samples(
             source, shard, self._tokenizer.token_bytes(), key=key, seq_len=seq_len
         )
-        return found.bytes_per_token, [found.cut.line(key, seq_len)] if found.cut else []
+        truncated = inspection.cut
+        return inspection.bytes_per_token, [truncated.line(key, seq_len)] if truncated else []
 
     def _reading(self, source: SourceConfig) -> SequenceOptions:
         config = self._config

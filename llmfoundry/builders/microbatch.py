@@ -167,17 +167,17 @@ def probe_fit(
         most = fit.microbatch if world.device.type == "cpu" or shared else rows
     sizes = [n for n in divisors(rows) if n <= most]
     path = _cache_path(recipe, world)
-    found = on_rank0(world, lambda: _read(path))
+    measurements = on_rank0(world, lambda: _read(path))
     problem = ""
-    while not problem and (tried := found.next_sizes(sizes, fit.microbatch, available)):
+    while not problem and (tried := measurements.next_sizes(sizes, fit.microbatch, available)):
         note(f"auto_probe: measuring steps of {_listed(tried)} rows at a time ...")
         request = ProbeRequest(recipe, tried, rows, available, Path(), imported())
-        problem = _measure(request, found, world, note)
+        problem = _measure(request, measurements, world, note)
         if world.is_main:
             with suppress(OSError):  # if it cannot be stored, the next start measures again
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, dataclasses.asdict(found))
-    chosen = found.fitting(sizes, available)
+                write_json(path, dataclasses.asdict(measurements))
+    chosen = measurements.fitting(sizes, available)
     if problem:
         note(f"auto_probe: the probe failed ({problem}); what it measured before counts")
     if chosen is None:
@@ -185,8 +185,8 @@ def probe_fit(
         return fit
     note(
         f"device_train_microbatch_size: auto is {chosen}, measured"
-        f" ({found.peaks[chosen] / GIB:.2f} of {available / GIB:.1f} GiB,"
-        f" {found.seconds[chosen]:.3g} s a row); the estimate is {fit.microbatch}"
+        f" ({measurements.peaks[chosen] / GIB:.2f} of {available / GIB:.1f} GiB,"
+        f" {measurements.seconds[chosen]:.3g} s a row); the estimate is {fit.microbatch}"
     )
     return dataclasses.replace(fit, microbatch=chosen)
 
@@ -196,7 +196,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def _measure(
-    request: ProbeRequest, found: ProbeResults, world: World, note: Callable[[str], None]
+    request: ProbeRequest, measurements: ProbeResults, world: World, note: Callable[[str], None]
 ) -> str:
     """Try sizes in one group of processes, and add to `found`; return why it failed, or ""."""
     port = on_rank0(world, _free_port)
@@ -212,15 +212,15 @@ def _measure(
             process.wait()
         status = process.returncode
         words = " ".join(_read_text(Path(folder) / STDERR).split())[-200:]
-        own = _results(request.results)
-    every = all_gather_object(world, (own, status, words))
+        results = _results(request.results)
+    every = all_gather_object(world, (results, status, words))
     fits = [n for n in request.sizes if all(n in theirs for theirs, _, _ in every)]
     for n in fits:
-        found.peaks[n] = max(theirs[n][0] for theirs, _, _ in every)
-        found.seconds[n] = max(theirs[n][1] for theirs, _, _ in every)
+        measurements.peaks[n] = max(theirs[n][0] for theirs, _, _ in every)
+        measurements.seconds[n] = max(theirs[n][1] for theirs, _, _ in every)
     short = [n for n in request.sizes if n not in fits]
     if short and any(status == SHORT for _, status, _ in every):
-        found.too_large[short[0]] = request.available
+        measurements.too_large[short[0]] = request.available
         why = next(words for _, status, words in every if status == SHORT)
         note(f"auto_probe: {short[0]} rows do not fit{why and f' ({why})'}")
         return ""
@@ -264,12 +264,12 @@ def _wait(process: subprocess.Popen[bytes], world: World) -> str:
 
 def _results(path: Path) -> dict[int, tuple[int, float]]:
     """Return peak and seconds by size, from the complete lines."""
-    found = dict[int, tuple[int, float]]()
+    results = dict[int, tuple[int, float]]()
     for line in _read_text(path).splitlines():
         with suppress(ValueError, KeyError):
             row = json.loads(line)
-            found[int(row["rows"])] = int(row["peak"]), float(row["seconds"])
-    return found
+            results[int(row["rows"])] = int(row["peak"]), float(row["seconds"])
+    return results
 
 
 def _read_text(path: Path) -> str:
@@ -303,8 +303,8 @@ def _cache_path(recipe: ResolvedTrainRecipe, world: World) -> Path:
 def machine(device: torch.device) -> str:
     """Return a description of the device and its memory, equal on all machines of a kind."""
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return f"{found.name}, {round(found.total_memory / GIB)} GiB"
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {round(properties.total_memory / GIB)} GiB"
     return ", ".join([f"CPU, {round(total_host_memory() / GIB)} GiB", *_own_limits()])
 
 

@@ -47,10 +47,10 @@ def served_precision(precision: str, world: World, note: Callable[[str], None]) 
         or all_reduce_min(world, devices.HAS_BF16)
     ):
         return precision
-    its = "another machine's" if devices.HAS_BF16 else "this"
+    location = "another machine's" if devices.HAS_BF16 else "this"
     note(
-        f"precision: fp32 in place of amp_bf16; {its} processor has no bfloat16 instructions, and"
-        " takes up to 100 times as long without"
+        f"precision: fp32 in place of amp_bf16; {location} processor has no bfloat16 instructions,"
+        " and takes up to 100 times as long without"
     )
     return "fp32"
 

@@ -189,14 +189,14 @@ class ReferenceLogProbs:
             model = self.job.root.model
             fill(model)
             begin_adapter(model, self.job.recipe)
-            found = identity_of(model)
-            if self.weights and found != self.weights:
+            identity = identity_of(model)
+            if self.weights and identity != self.weights:
                 raise UserError(
                     f"model.pretrained: is not what the run of {checkpoint} began with, whose"
                     " log-probabilities are no longer in data.cache_folder; restore either, or"
                     " write another run_name"
                 )
-            self.weights = found
+            self.weights = identity
         self._attach()
 
     def _missing(self) -> bool:
@@ -269,16 +269,16 @@ class ReferenceLogProbs:
     def _compute(self, table: _Table, part: int) -> np.ndarray:
         """Return (rows, k, D) of a part; every rank computes some sequences and gets all."""
         world, span = self.job.world, table.span(part)
-        own = list(range(span.start + world.data_rank, span.stop, world.data_size))
+        local_rows = list(range(span.start + world.data_rank, span.stop, world.data_size))
         share = -(-len(span) // world.data_size)
         size = min(self.rows, share)
-        chunks = [own[n : n + size] for n in range(0, share, size)]
-        found = [(chunk, self._ask(table, chunk, size)) for chunk in chunks]
-        width = torch.tensor(max(values.shape[2] for _, values in found), device=world.device)
+        chunks = [local_rows[n : n + size] for n in range(0, share, size)]
+        results = [(chunk, self._ask(table, chunk, size)) for chunk in chunks]
+        width = torch.tensor(max(values.shape[2] for _, values in results), device=world.device)
         if world.data_size > 1:
             dist.all_reduce(width, dist.ReduceOp.MAX, group=world.data_group)
         total = torch.zeros(len(span), table.kinds, int(width), device=world.device)
-        for chunk, values in found:
+        for chunk, values in results:
             if chunk:
                 places = torch.tensor(chunk, device=world.device) - span.start
                 total[places, :, : values.shape[2]] = values[: len(chunk)]
@@ -293,11 +293,11 @@ class ReferenceLogProbs:
         rows += [_EMPTY] * (size - len(rows))
         filled = SequenceBatch.fill(rows, self.job.recipe.max_seq_len, self.job.tokenizer.eos_id)
         batch = filled.batch(with_layout=True).to(self.job.world.device)
-        found = []
+        log_probs = []
         for one in [batch, mismatched(batch)[0]][: table.kinds]:
             with self.job.autocast():
-                found.append(self.job.root(one.tokens, one.layout, answer_log_probs(one)))
-        return torch.stack(found, 1).float()
+                log_probs.append(self.job.root(one.tokens, one.layout, answer_log_probs(one)))
+        return torch.stack(log_probs, 1).float()
 
 
 _EMPTY = TrainingSequence(np.zeros(0, np.int64), [], sides=[])
@@ -343,11 +343,11 @@ class _Table:
     def read_all(self) -> np.ndarray:
         """Return (rows, k, D) of all parts."""
         parts = [self._read_part(part) for part in self._parts()]
-        whole = [part for part in parts if part is not None]
-        assert len(whole) == len(parts), "written before"
-        width = max((part.shape[2] for part in whole), default=1)
+        complete = [part for part in parts if part is not None]
+        assert len(complete) == len(parts), "written before"
+        width = max((part.shape[2] for part in complete), default=1)
         values = np.zeros((self.n_rows, self.kinds, width), np.float32)
-        for number, part in enumerate(whole):
+        for number, part in enumerate(complete):
             values[number * PART : number * PART + len(part), :, : part.shape[2]] = part
         return values
 

@@ -159,15 +159,15 @@ def base_of(asked: PretrainedConfig, checkpoint: Path) -> PretrainedConfig:
     later compares the weights.
     """
     assert asked.pretrained is not None, "checked by the recipe"
-    given = Path(asked.pretrained).expanduser()
-    if is_url(asked.pretrained) or given.is_absolute():
+    path = Path(asked.pretrained).expanduser()
+    if is_url(asked.pretrained) or path.is_absolute():
         return asked
     try:
-        find_file(given, "model.pretrained")
+        find_file(path, "model.pretrained")
     except UserError:
         for above in checkpoint.absolute().parents:
-            if (above / given).is_dir():
-                return replace(asked, pretrained=str(above / given))
+            if (above / path).is_dir():
+                return replace(asked, pretrained=str(above / path))
     return asked
 
 
@@ -180,7 +180,7 @@ def _download(name: str, revision: str | None, world: World) -> Path:
 
 
 def _open_run(
-    asked: PretrainedConfig,
+    pretrained: PretrainedConfig,
     place: Storage | Checkpoint,
     world: World,
     note: Callable[[str], None],
@@ -193,16 +193,16 @@ def _open_run(
     folder = checkpoint.folder
 
     def read_run() -> tuple[Tokenizer, ResolvedModelConfig, TrainRecipe]:
-        model = read_model(checkpoint, asked.config_overrides)
+        model = read_model(checkpoint, pretrained.config_overrides)
         return Tokenizer.load(folder / "tokenizer"), model, load_run(folder / "recipe.yaml")
 
     tokenizer, config, run_recipe = on_rank0(world, read_run)
     know_secrets(run_recipe)
     config.fill(vocab_size=tokenizer.vocab_size)
-    if asked.name not in ("auto", config.name):
+    if pretrained.name not in ("auto", config.name):
         raise UserError(
-            f"model.name: {asked.name}, but {folder} is of a run of {config.name}; write auto, or"
-            " the folder that scripts/convert.py to=hf makes of it"
+            f"model.name: {pretrained.name}, but {folder} is of a run of {config.name}; write auto,"
+            " or the folder that scripts/convert.py to=hf makes of it"
         )
     if isinstance(run_recipe, FinetuneRecipe) and has_adapter(run_recipe):
         if isinstance(config, HFModelConfig):
@@ -211,15 +211,15 @@ def _open_run(
                 " it first by scripts/convert.py to=hf, and write its output"
             )
         base = open_pretrained(base_of(run_recipe.model, folder), world, note=note)
-        own = copy.deepcopy(config)  # keeps the number of rows of the checkpoint
+        checkpoint_config = copy.deepcopy(config)  # keeps the number of rows of the checkpoint
 
         def merge(model: Decoder) -> None:
-            merge_run(model, base, folder, run_recipe, own)
+            merge_run(model, base, folder, run_recipe, checkpoint_config)
 
         how = (
             f"its adapter merged into {run_recipe.model.pretrained}, loaded into the native decoder"
         )
-        read = MergedRun(base, folder, run_recipe, own).read
+        read = MergedRun(base, folder, run_recipe, checkpoint_config).read
         return PretrainedModel(config, tokenizer, merge, f"{folder}, {how}", read)
     rows = config.vocab_size
 
@@ -391,7 +391,7 @@ def _by_decoder(
 def _by_class(
     folder: Path,
     written: dict[str, Any],
-    asked: PretrainedConfig,
+    pretrained: PretrainedConfig,
     code: str | None,
     tokenizer: Tokenizer,
     reason: str,
@@ -401,18 +401,18 @@ def _by_class(
     from llmfoundry.hf.class_weights import check_class, class_config
     from llmfoundry.hf.read_folder import UNTIED
 
-    if asked.quantize != "none":
+    if pretrained.quantize != "none":
         raise UserError(
-            f"model.quantize: {asked.quantize} is the decoder's, which cannot hold this model"
+            f"model.quantize: {pretrained.quantize} is the decoder's, which cannot hold this model"
             f" ({reason}); write none"
         )
     if written.get("quantization_config") is not None:
         raise UserError("config.json: quantization_config; write a folder that is not quantized")
-    config = class_config(written, attn_impl=asked.attn_impl, code=code)
+    config = class_config(written, attn_impl=pretrained.attn_impl, code=code)
     if on_rank0(world, lambda: check_class(config, folder)):
         note(UNTIED.format(embedding="the embedding"))
         untied = {**written, "tie_word_embeddings": False}
-        config = class_config(untied, attn_impl=asked.attn_impl, code=code)
+        config = class_config(untied, attn_impl=pretrained.attn_impl, code=code)
 
     def fill(model: Decoder) -> None:
         fill_class(model, folder)
@@ -437,7 +437,7 @@ def fill_class(model: nn.Module, folder: Path) -> None:
 
 
 def _trusted_code(
-    folder: Path, written: dict[str, Any], asked: PretrainedConfig, note: Callable[[str], None]
+    folder: Path, written: dict[str, Any], pretrained: PretrainedConfig, note: Callable[[str], None]
 ) -> str | None:
     """Return the folder if its code has to define the class; None: transformers defines it.
 
@@ -445,12 +445,12 @@ def _trusted_code(
         UserError: only the folder has the code, and it is not trusted.
     """
     if "auto_map" not in written:
-        if asked.trust_remote_code:
+        if pretrained.trust_remote_code:
             raise UserError(
                 f"model.trust_remote_code: has no effect, as {folder} brings no code; remove it"
             )
         return None
-    if asked.trust_remote_code:
+    if pretrained.trust_remote_code:
         return str(folder)
     from transformers import CONFIG_MAPPING  # a slow import
 
@@ -507,9 +507,9 @@ def fill_from_run(model: Decoder, checkpoint: Checkpoint, rows: int, world: Worl
     load_weights(checkpoint, model, world=world, left=grows)
     for name in grows:
         shape = model.get_parameter(name).shape
-        own = torch.empty(rows, *shape[1:])
-        load_tensors({"model": {name: own}}, checkpoint)
-        fill_tensor(model, name, grown(own, shape[0]))
+        saved_tensor = torch.empty(rows, *shape[1:])
+        load_tensors({"model": {name: saved_tensor}}, checkpoint)
+        fill_tensor(model, name, grown(saved_tensor, shape[0]))
     fill_quantized(model, checkpoint)
 
 
@@ -519,21 +519,25 @@ def read_from_run(
     """Return the tensor that `fill_from_run` would write; `table`: that of the checkpoint."""
     shape = dict(quantized_shapes(model)).get(name)
     if shape is not None:
-        own = torch.empty(shape)
+        saved_tensor = torch.empty(shape)
     else:
-        own = torch.empty_like(tensor_of(model, name), device="cpu")
-        if name in model.vocabulary() and len(own) > rows:
-            own = torch.empty(rows, *own.shape[1:])
-    load_tensors({"model": {name: own}}, checkpoint, table=table())
-    return grown(own, len(model.get_parameter(name))) if name in model.vocabulary() else own
+        saved_tensor = torch.empty_like(tensor_of(model, name), device="cpu")
+        if name in model.vocabulary() and len(saved_tensor) > rows:
+            saved_tensor = torch.empty(rows, *saved_tensor.shape[1:])
+    load_tensors({"model": {name: saved_tensor}}, checkpoint, table=table())
+    return (
+        grown(saved_tensor, len(model.get_parameter(name)))
+        if name in model.vocabulary()
+        else saved_tensor
+    )
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
     """Return a parameter or buffer by its name."""
     path, _, last = name.rpartition(".")
-    found = getattr(model.get_submodule(path), last)
-    assert isinstance(found, Tensor)
-    return found
+    tensor = getattr(model.get_submodule(path), last)
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def merge_run(

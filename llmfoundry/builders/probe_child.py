@@ -109,11 +109,11 @@ def _fill(root: Root) -> None:
     """Fill the weights with small numbers; 4-bit weights and integers with 0."""
     generator = torch.Generator(next(root.parameters()).device).manual_seed(1)
     for tensor in chain(root.parameters(), root.buffers()):
-        own = local_shard(tensor)
-        if own.is_floating_point():
-            own.normal_(0.0, 0.02, generator=generator)
+        local = local_shard(tensor)
+        if local.is_floating_point():
+            local.normal_(0.0, 0.02, generator=generator)
         else:
-            own.zero_()
+            local.zero_()
 
 
 def draw_batch(recipe: ResolvedTrainRecipe, rows: int) -> Batch:
@@ -166,8 +166,8 @@ def _limit_memory(available: int) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    own = psutil.Process().memory_info().data
-    least = min(n for n in (own + available, soft, hard) if n != resource.RLIM_INFINITY)
+    data_bytes = psutil.Process().memory_info().data
+    least = min(n for n in (data_bytes + available, soft, hard) if n != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
 
 

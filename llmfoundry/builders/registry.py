@@ -147,20 +147,20 @@ def register_saved(
     """
     client, name = session.client, str(config.name)
     saved = _saved_weights(run, config.best, run_name)
-    own = public(address_of(run, run.folder / CHECKPOINTS)) + "/"
-    before = [v for v in versions(client, name) if v.tags.get(Tag.ADDRESS, "").startswith(own)]
+    prefix = public(address_of(run, run.folder / CHECKPOINTS)) + "/"
+    before = [v for v in versions(client, name) if v.tags.get(Tag.ADDRESS, "").startswith(prefix)]
     for version in before:
         if Tag.PRUNED not in version.tags and not any(w.match(version.tags) for w in saved):
             when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
             client.set_model_version_tag(name, str(version.version), Tag.PRUNED, when)
     new = [w for w in saved if not any(w.match(version.tags) for version in before)]
-    made = _register_new(session, name, new) if new else []
-    best = settle_best(client, name) if made or before else None
-    for weights, version in made:
+    created = _register_new(session, name, new) if new else []
+    best = settle_best(client, name) if created or before else None
+    for weights, version in created:
         saved_as = Path(weights.address).name
         note(f"{saved_as} is version {version.version} of {name}{_if_best(version, best)}")
     by = _compared_by(config.best)
-    if made and best is not None and by not in (None, best.tags[Tag.BY]):
+    if created and best is not None and by not in (None, best.tags[Tag.BY]):
         note(
             f"registry.best: {by}, but the best of {name} is by {best.tags[Tag.BY]}, and stays;"
             " write that, or another registry.name"
@@ -182,27 +182,27 @@ def _register_new(
 
 def _saved_weights(run: Storage, best: BestConfig, run_name: str) -> list[VersionSource]:
     """Return the complete checkpoints of a run, oldest first."""
-    found, scores = list[VersionSource](), measured(run.folder / "metrics.jsonl", best)
+    sources, scores = list[VersionSource](), measured(run.folder / "metrics.jsonl", best)
     for path in reversed(run.checkpoints()):
         batch, content = batch_of(path), fingerprint(Checkpoint(run, path))
         at = scores.get(batch, {})
         facts = {Tag.RUN: run_name, Tag.STEP: str(batch), **_value_tags(best, at)}
         if content is not None:
-            found.append(VersionSource(CHECKPOINT, address_of(run, path), content, facts, at))
-    return found
+            sources.append(VersionSource(CHECKPOINT, address_of(run, path), content, facts, at))
+    return sources
 
 
 def measured(record: Path, best: BestConfig) -> dict[int, Scores]:
     """Return the metrics of a run's evaluations by step."""
     names = ("metrics/eval/", "icl/", *filter(None, [best.metric]))
-    found: dict[int, dict[str, tuple[float, int]]] = {}
+    values: dict[int, dict[str, tuple[float, int]]] = {}
     if not record.exists():
         return {}
     rows = read_metrics(record, lambda name: name.startswith((BATCH, WALL, *names)), marks=names)
     for row in rows:
         batch, when = row.pop(BATCH), row.pop(WALL, 0)
-        found.setdefault(batch, {}).update({name: (float(v), when) for name, v in row.items()})
-    return dict(found)
+        values.setdefault(batch, {}).update({name: (float(v), when) for name, v in row.items()})
+    return dict(values)
 
 
 def address_of(run: Storage, path: Path) -> str:
@@ -298,8 +298,10 @@ def register(client: Any, name: str, weights: VersionSource, run: Any, experimen
     left = _logged_models(client, experiment, weights)  # left by a kill
     left = [model for model in left if model.source_run_id == run_id]
     title = re.sub(r"[^\w-]", "_", f"{name}-{Path(weights.address).name}")
-    given = {"name": title, "source_run_id": run_id, "model_type": weights.kind}
-    model = left[0] if left else client.create_logged_model(experiment, tags=weights.tags, **given)
+    arguments = {"name": title, "source_run_id": run_id, "model_type": weights.kind}
+    model = (
+        left[0] if left else client.create_logged_model(experiment, tags=weights.tags, **arguments)
+    )
     if weights.is_uploaded:
         is_folder = Path(weights.address).is_dir()
         upload = client.log_model_artifacts if is_folder else client.log_model_artifact
@@ -334,8 +336,8 @@ def _was_registered(client: Any, experiment: str, name: str, weights: VersionSou
 
 def versions(client: Any, name: str) -> list[Any]:
     """Return all versions of a registered model, oldest first; none if it does not exist."""
-    found = client.search_model_versions(f"name = '{name}'", max_results=_ALL)
-    return sorted(found, key=lambda version: int(version.version))
+    all_versions = client.search_model_versions(f"name = '{name}'", max_results=_ALL)
+    return sorted(all_versions, key=lambda version: int(version.version))
 
 
 def _add_metrics(client: Any, run_id: str, model: str, scores: Scores, batch: int) -> None:
@@ -448,7 +450,7 @@ def _compared_by(best: BestConfig) -> str | None:
 
 def _best(tagged: Iterable[tuple[Any, Mapping[str, str]]]) -> Any:
     """Return the best item that has a value, the first of equal ones; None: no item has a value."""
-    ranked = [(_rank(tags), found) for found, tags in tagged]
+    ranked = [(_rank(tags), item) for item, tags in tagged]
     ranked = [pair for pair in ranked if math.isfinite(pair[0])]
     return min(ranked, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -544,11 +546,13 @@ def _check_weights(version: Any, what: str) -> None:
 def store_uri(uri: str | None) -> str:
     """Return the store to search for versions, of a kind that MLflow supports."""
     default = str(LOGGERS["mlflow"].keys["tracking_uri"])
-    given = None if uri == default else uri
-    found = given or os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI")
-    found = found or default
-    check_uri(found, "registry.uri")
-    return found
+    explicit = None if uri == default else uri
+    store = (
+        explicit or os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI")
+    )
+    store = store or default
+    check_uri(store, "registry.uri")
+    return store
 
 
 def _asked(what: str, uri: str, ask: Callable[[], Any]) -> Any:

@@ -78,11 +78,11 @@ def find_start(
         )
     if existing and not recipe.save_overwrite:
         refused: list[str] = []
-        found = find_checkpoint(run, note=refused.append, world=world, until=limits.until)
+        newest = find_checkpoint(run, note=refused.append, world=world, until=limits.until)
         for line in refused:
             note(line)
-        if found is not None:
-            return StartPoint(found)
+        if newest is not None:
+            return StartPoint(newest)
         if limits.before is not None:
             raise NoRestart(
                 f"save_folder: {run} holds no complete checkpoint from before batch"
@@ -98,10 +98,10 @@ def find_start(
     options = FetchOptions.from_config(recipe.data)
     place = find_place(written, "load_path", world, options=options)
     sums = ChecksumSelection.WEIGHTS if weights_only else ChecksumSelection.ALL
-    found = find_checkpoint(place, note=note, sums=sums, world=world)
-    if found is None:
+    newest = find_checkpoint(place, note=note, sums=sums, world=world)
+    if newest is None:
         raise UserError(f"load_path: {place} holds no complete checkpoint; write one that does")
-    return StartPoint(found, weights_only=weights_only)
+    return StartPoint(newest, weights_only=weights_only)
 
 
 def _refuse_vanished(run: Storage, existing: list[Path], limits: ResumeLimits) -> None:
@@ -164,8 +164,8 @@ def fill_weights(
             f"load_weights_only: {checkpoint} holds weights alone; write load_weights_only=true"
         )
     then = state["identity"]
-    kept = [k for k in identity if k.startswith("model.") or not start.weights_only]
-    changed = [k for k in kept if then.get(k) != identity[k]]
+    compared = [k for k in identity if k.startswith("model.") or not start.weights_only]
+    changed = [k for k in compared if then.get(k) != identity[k]]
     if "adapter.name" in changed:  # all other adapter keys changed with it
         changed = ["adapter.name"]
     if changed:
@@ -277,11 +277,11 @@ def check_same_recipe(recipe: ResolvedTrainRecipe, world: World) -> None:
         UserError: on every rank; names the keys.
     """
     settings = flat(dataclasses.asdict(recipe))
-    found = {
+    digests = {
         key: _digest(v) for key, v in settings if not (OF_MACHINE.fullmatch(key) or _is_path(v))
     }
     check_same_on_all_ranks(
-        world, found, advice="start every process with the same recipe and overrides"
+        world, digests, advice="start every process with the same recipe and overrides"
     )
 
 
@@ -293,12 +293,12 @@ def check_same_rows(
     Raises:
         UserError: on every rank; names the difference.
     """
-    found = {
+    digests = {
         "tokenizer": tokenizer.fingerprint,
         "data": _digest([loader.n_rows, loader.state(0)]),
         "data.validation": _digest(validation.n_bytes),
     }
-    check_same_on_all_ranks(world, found, advice="every machine must read the same files")
+    check_same_on_all_ranks(world, digests, advice="every machine must read the same files")
 
 
 def _digest(value: Any) -> str:

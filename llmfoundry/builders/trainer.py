@@ -238,9 +238,9 @@ def _join_mesh(
     check_same_recipe(recipe, world)  # first: the collectives below depend on the recipe
     recipe.precision = served_precision(recipe.precision, world, note)
     if recipe.parallel.expert_parallel_degree == -1:
-        found = {f"parallel.{EXPERT}": str(node_size())}
+        degrees = {f"parallel.{EXPERT}": str(node_size())}
         check_same_on_all_ranks(
-            world, found, advice="nodes have other numbers of processes; write a number"
+            world, degrees, advice="nodes have other numbers of processes; write a number"
         )
     check_layout(recipe, world)
     meshes = build_mesh(recipe.parallel, world)
@@ -557,20 +557,20 @@ def build_loader(
 
 def mixture_lines(loader: Loader, total: int) -> list[str]:
     """Return a line for each of several streams: its share of `total` batches, and its epochs."""
-    streams, given = loader.streams, loader.mixture.consumed(total)
+    streams, samples = loader.streams, loader.mixture.consumed(total)
     if len(streams) == 1:
         return []
     return [
-        f"data.streams.{stream.name}: {stream.n_rows:,} rows; {n / sum(given):.1%} of the run,"
+        f"data.streams.{stream.name}: {stream.n_rows:,} rows; {n / sum(samples):.1%} of the run,"
         f" {n / stream.n_rows:.2f} epochs"
-        for stream, n in zip(streams, given, strict=True)
+        for stream, n in zip(streams, samples, strict=True)
     ]
 
 
 def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> Checkpointer:
     """Return the writer of checkpoints, which contain the user's recipe and the tokenizer."""
-    found = None if job.recipe.save_overwrite else start.checkpoint
-    own = found is not None and found.folder.parent == job.run.folder / CHECKPOINTS
+    checkpoint = None if job.recipe.save_overwrite else start.checkpoint
+    is_own = checkpoint is not None and checkpoint.folder.parent == job.run.folder / CHECKPOINTS
     files = {"recipe.yaml": to_yaml(job.recipe.user_recipe)}
     files |= {f"tokenizer/{name}": text for name, text in job.tokenizer.files().items()}
     if isinstance(job.recipe, ResolvedFinetuneRecipe):
@@ -599,7 +599,7 @@ def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> 
             failed,
             saved=partial(tracker.registry, task) if task is not None else None,
         ),
-        saved=batch_of(found.folder) if found is not None and own else -1,
+        saved=batch_of(checkpoint.folder) if checkpoint is not None and is_own else -1,
     )
 
 
@@ -651,8 +651,8 @@ def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
         return None
     sample = base_sample(model, frozen=True)
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}
-    kept = set(saved_names(model))
-    like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in kept}
+    names = set(saved_names(model))
+    like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in names}
     experts = model.config.ffn_config.moe_num_experts or 1
     base = recipe.base.pretrained
 

@@ -43,8 +43,8 @@ def quantize_kernel(
     exact = blocks / step[:, None]
     if values.dtype.element_ty == tl.int8:
         # round to nearest; ties round away from zero (PyTorch rounds them to even)
-        whole = tl.floor(tl.abs(exact) + 0.5)
-        exact = tl.where(exact < 0, -whole, whole)
+        rounded = tl.floor(tl.abs(exact) + 0.5)
+        exact = tl.where(exact < 0, -rounded, rounded)
     exact = tl.minimum(tl.maximum(exact, -LARGEST), LARGEST)
     flat = tl.reshape(exact, (WIDTH,)).to(values.dtype.element_ty)
     tl.store(values + at, flat, mask=at < n)

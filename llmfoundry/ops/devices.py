@@ -234,6 +234,6 @@ def _groups() -> Iterator[tuple[_Version, Path]]:
             if number != "0" and "memory" not in kinds.split(","):
                 continue
             version = _V2 if number == "0" else _V1
-            own = Path(path.lstrip("/"))
-            for group in (own, *own.parents):
+            group_path = Path(path.lstrip("/"))
+            for group in (group_path, *group_path.parents):
                 yield version, _MOUNTS / version.folder / group

@@ -65,7 +65,7 @@ class ShardLayout:
         """Return the layout of a tensor: full, or a DTensor sharded along any dimensions."""
         if not isinstance(tensor, DTensor):
             return ShardLayout()
-        mesh, found = tensor.device_mesh, list[tuple[bool, int, ShardAxis]]()
+        mesh, axes = tensor.device_mesh, list[tuple[bool, int, ShardAxis]]()
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
         for axis, placement in enumerate(tensor.placements):
             dim = getattr(placement, "dim", None)  # Shard and _StridedShard have it
@@ -73,8 +73,8 @@ class ShardLayout:
                 here = mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
                 # FSDP shards last what other axes have sharded; its placement then is strided
                 is_last = hasattr(placement, "split_factor")
-                found.append((is_last, axis, ShardAxis(dim, *here, names[axis] == TENSOR, axis)))
-        return ShardLayout(tuple(axis for *_, axis in sorted(found, key=lambda each: each[:2])))
+                axes.append((is_last, axis, ShardAxis(dim, *here, names[axis] == TENSOR, axis)))
+        return ShardLayout(tuple(axis for *_, axis in sorted(axes, key=lambda each: each[:2])))
 
     @property
     def fsdp(self) -> ShardAxis | None:
@@ -121,12 +121,12 @@ def local_blocks(tensor: Tensor, stacked: Sequence[int] = ()) -> list[LocalBlock
     """Return the blocks of a tensor that this rank has; none if its shard is empty."""
     each = []
     for dim in range(tensor.ndim):
-        found, begin = [], 0
+        blocks, begin = [], 0
         for full in local_ranges(tensor, dim, stacked):
             length = full[1] - full[0]
-            found.append(((begin, begin + length), full))
+            blocks.append(((begin, begin + length), full))
             begin += length
-        each.append(found)
+        each.append(blocks)
     return [
         LocalBlock(tuple(local for local, _ in block), tuple(full for _, full in block))
         for block in itertools.product(*each)
@@ -164,13 +164,13 @@ def local_ranges(
 def _part_of(ranges: list[Range], axis: ShardAxis, rank: int) -> list[Range]:
     """Return part `rank` of some ranges."""
     low, high = axis.bounds(sum(end - begin for begin, end in ranges), rank)
-    found, passed = [], 0
+    part, passed = [], 0
     for begin, end in ranges:
         first, last = max(low - passed, 0), min(high - passed, end - begin)
         if first < last:
-            found.append((begin + first, begin + last))
+            part.append((begin + first, begin + last))
         passed += end - begin
-    return found
+    return part
 
 
 def block_view(tensor: Tensor, block: Sequence[Range]) -> Tensor:
@@ -211,29 +211,29 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 
 def l2_norms(tensors: list[Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, (len(tensors),), fp32."""
-    found: list[Tensor] = [torch.empty(())] * len(tensors)
+    result: list[Tensor] = [torch.empty(())] * len(tensors)
     for layout, places in _by_layout(tensors).items():
         norms = torch.stack(_local_norms([tensors[i] for i in places]))
         norms = layout.sum(norms.square()).sqrt() if layout.axes else norms
         for place, norm in zip(places, norms.unbind(), strict=True):
-            found[place] = norm
-    return torch.stack(found)
+            result[place] = norm
+    return torch.stack(result)
 
 
 def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
     """Return the indices of the tensors of each layout."""
-    found: dict[ShardLayout, list[int]] = {}
+    indices: dict[ShardLayout, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        found.setdefault(ShardLayout.of(tensor), []).append(place)
-    return found
+        indices.setdefault(ShardLayout.of(tensor), []).append(place)
+    return indices
 
 
 def _local_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each local shard, in fp32 even if the shard is narrower."""
     split = [_chunks(local_shard(tensor)) for tensor in tensors]
     chunks = [chunk for tensor in split for chunk in tensor]
-    found = iter(torch._foreach_norm(chunks, 2.0, torch.float32))
-    each = ([next(found) for _ in tensor] for tensor in split)
+    norms = iter(torch._foreach_norm(chunks, 2.0, torch.float32))
+    each = ([next(norms) for _ in tensor] for tensor in split)
     return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
 
 

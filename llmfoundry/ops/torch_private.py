@@ -232,9 +232,9 @@ def watch_fsdp(around: Callable[[], AbstractContextManager[None]]) -> Callable[[
 
     def within(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def watched(*given: Any, **named: Any) -> Any:
+        def watched(*args: Any, **named: Any) -> Any:
             with around():
-                return method(*given, **named)
+                return method(*args, **named)
 
         return watched
 
@@ -292,7 +292,7 @@ def selective_contexts(
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
 
-    kept: dict[Any, list[Any]] = {}
+    saved: dict[Any, list[Any]] = {}
     sent: dict[Any, tuple[list[Any], int]] = {}  # results of pending collectives, by storage
 
     class Keep(TorchDispatchMode):
@@ -306,7 +306,7 @@ def selective_contexts(
                     row, place = there
                     row[place] = compress(result.detach())
             if is_kept(op, *args):
-                row = kept.setdefault(op, [])
+                row = saved.setdefault(op, [])
                 if op.namespace == "_c10d_functional":
                     sent[storage_reference(result)] = row, len(row)
                     row.append(result.detach())
@@ -319,7 +319,7 @@ def selective_contexts(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if is_kept(op, *args):
-                return tree_map(restore, kept[op].pop(0))
+                return tree_map(restore, saved[op].pop(0))
             return op(*args, **(kwargs or {}))
 
     return Keep(), Give()
@@ -357,10 +357,10 @@ class Replicas(DistributedDataParallel):
         self._sent_before = 0
 
     def _fix_buckets(self) -> None:
-        own = cast(Any, self.reducer)
-        if hasattr(own, "_push_all_rebuilt_params") and hasattr(own, "_rebuild_buckets"):
-            own._push_all_rebuilt_params()
-            own._rebuild_buckets()
+        reducer = cast(Any, self.reducer)
+        if hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets"):
+            reducer._push_all_rebuilt_params()
+            reducer._rebuild_buckets()
 
     @property
     def can_go_on(self) -> bool:
@@ -382,12 +382,12 @@ class Replicas(DistributedDataParallel):
         of reduced buckets is the group's count of collectives
         (`ProcessGroup._get_sequence_number_for_group`), as it has no others between two passes.
         """
-        own = cast(Any, self.reducer)
-        buckets = own._get_zeros_like_grad_buckets()
+        reducer = cast(Any, self.reducer)
+        buckets = reducer._get_zeros_like_grad_buckets()
         sent = self._sent() - self._sent_before
         assert 0 <= sent <= len(buckets), (sent, len(buckets))
         for bucket in buckets[sent:]:
-            own._run_comm_hook(bucket).wait()
+            reducer._run_comm_hook(bucket).wait()
 
     def reset(self) -> None:
         """Discard a failed pass; all ranks must call this.
@@ -463,14 +463,14 @@ def imagined_meshes(sizes: dict[str, int]) -> Iterator[dict[str, DeviceMesh]]:
     alone = not dist.is_initialized()
     if alone:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    own, groups, meshes, first = dist.get_rank(), list[Any](), dict[str, DeviceMesh](), 2**30
+    rank, groups, meshes, first = dist.get_rank(), list[Any](), dict[str, DeviceMesh](), 2**30
     try:
         for name, size in sizes.items():
             group: Any = dist.ProcessGroup(FakeStore(), 0, size)
             backend: Any = FakeProcessGroup._create_internal(0, size)
             group._register_backend(torch.device("cpu"), group.BackendType.CUSTOM, backend)
             group._set_group_name(f"imagined {name}")
-            c10d._world.pg_group_ranks[group] = {own: 0}
+            c10d._world.pg_group_ranks[group] = {rank: 0}
             c10d._register_process_group(group.group_name, group)
             groups.append(group)
             ranks = torch.arange(first, first + size)

@@ -102,11 +102,11 @@ def communication(
     degrees = recipe.parallel.degrees(world_size)
     rows = recipe.global_train_batch_size // degrees.data
     microbatches = -(-rows // microbatch)
-    held = shares(recipe.model, degrees)
+    parameters = shares(recipe.model, degrees)
     if degrees.is_replicas:
-        traffic = [*data_parallel(held, degrees)]
+        traffic = [*data_parallel(parameters, degrees)]
     else:
-        traffic = [*fully_sharded(recipe, held, degrees, microbatches)]
+        traffic = [*fully_sharded(recipe, parameters, degrees, microbatches)]
         traffic += tensor_parallel(recipe, degrees, rows, microbatches)
         traffic += context_parallel(recipe, degrees, rows, microbatches)
         traffic += expert_parallel(recipe, degrees, rows, microbatches)
@@ -186,15 +186,15 @@ _SPANNING = {
 }
 
 
-def data_parallel(held: ParameterShards, degrees: Degrees) -> Iterator[CollectiveTraffic]:
+def data_parallel(parameters: ParameterShards, degrees: Degrees) -> Iterator[CollectiveTraffic]:
     """Yield the communication of DDP: one all-reduce of gradients per step, 2 (p - 1) / p * 4 W."""
     p = degrees.replicate
-    sent = 2 * (p - 1) * REDUCED * held.all.shard // p
+    sent = 2 * (p - 1) * REDUCED * parameters.all.shard // p
     yield CollectiveTraffic("gradients", "all_reduce", p, 1, sent, calls=-(-sent // BUCKET))
 
 
 def fully_sharded(
-    recipe: ResolvedTrainRecipe, held: ParameterShards, degrees: Degrees, microbatches: int
+    recipe: ResolvedTrainRecipe, parameters: ParameterShards, degrees: Degrees, microbatches: int
 ) -> Iterator[CollectiveTraffic]:
     """Yield the communication of FSDP2 and HSDP.
 
@@ -209,8 +209,8 @@ def fully_sharded(
     scattered = microbatches if recipe.parallel.reduce_scatter_each_microbatch else 1
     r = degrees.replicate
     n = recipe.model.n_layers
-    parts = [(unit.processes, unit.apart, unit.all.shard, passes, n) for unit in held.units]
-    ends = (degrees.weights, degrees.tensor, held.ends.shard, 1, 1)
+    parts = [(unit.processes, unit.apart, unit.all.shard, passes, n) for unit in parameters.units]
+    ends = (degrees.weights, degrees.tensor, parameters.ends.shard, 1, 1)
     for p, apart, shard, gathers, units in [ends, *parts]:
         gathers *= microbatches
         sent, reduced = (p - 1) * gathers * _low(recipe) * shard, REDUCED * shard
@@ -304,8 +304,8 @@ def expert_parallel(
     top_k = model.ffn_config.moe_top_k
     tokens = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor)
     values = (p - 1) * tokens * top_k * model.d_model // p
-    whole = recomputation(recipe.parallel.activation_checkpointing) == "whole"
-    times = (6 if whole else 4) * model.n_layers
+    is_full = recomputation(recipe.parallel.activation_checkpointing) == "whole"
+    times = (6 if is_full else 4) * model.n_layers
     # each exchange is preceded by one of the numbers of tokens
     sent, calls = times * _low(recipe) * values, 2 * times * microbatches
     yield CollectiveTraffic("tokens", "all_to_all", p, 1, sent, calls=calls)

@@ -343,22 +343,22 @@ def _reduced(
     firsts = {each[0]: len(each) for each in in_order}
     makers = {layers[i].kv_from for i in firsts} if layers else set()
     places = sorted({*firsts, *makers})
-    kept = None
+    kept_layers = None
     if layers:
-        kept = [replace(layers[i], kv_from=places.index(layers[i].kv_from)) for i in places]
+        kept_layers = [replace(layers[i], kv_from=places.index(layers[i].kv_from)) for i in places]
 
     # build the reduced model
     if meta_model is None:
-        assert kept is not None
-        with_traits = [(layer, traits[i]) for i, layer in zip(places, kept, strict=True)]
+        assert kept_layers is not None
+        with_traits = [(layer, traits[i]) for i, layer in zip(places, kept_layers, strict=True)]
         model = _shallow(recipe, with_traits)
     else:
         copies = nn.ModuleList(copy.deepcopy(meta_model.blocks[i]) for i in places)
         model = copy.deepcopy(meta_model, {id(meta_model.blocks): copies})
         if not isinstance(model, Decoder):
             model._ways, model._head = {False: "positions", True: "mask"}, (1.0, None)
-    if kept is not None:
-        model.layers = kept
+    if kept_layers is not None:
+        model.layers = kept_layers
     reduced_kinds = [_Kind(places.index(i), n, traits[i].is_reached) for i, n in firsts.items()]
     targets = tuple(memory.targets[i] for i in places)
     return Root(model), reduced_kinds, replace(memory, targets=targets)
@@ -380,7 +380,7 @@ def _traits(
     model: Decoder | None, layers: Sequence[LayerConfig] | None, memory: ActivationMemory
 ) -> list[_Trait]:
     """Return the traits of each block. Without a model, all parameters are trained."""
-    taken = {layer.kv_from for i, layer in enumerate(layers or ()) if layer.kv_from != i}
+    reused = {layer.kv_from for i, layer in enumerate(layers or ()) if layer.kv_from != i}
     traits, reached = [], model is None or _trains_before(model)
     for i, targets in enumerate(memory.targets):
         layer, owns = layers[i] if layers else None, True
@@ -390,7 +390,7 @@ def _traits(
         if model is not None:
             named = list(model.blocks[i].named_parameters())
             shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in named)
-        traits.append(_Trait(layer, owns, i in taken, reached, targets, shapes))
+        traits.append(_Trait(layer, owns, i in reused, reached, targets, shapes))
         reached = reached or any(trains for *_, trains in shapes)
     return traits
 
@@ -507,7 +507,7 @@ class _Counter:
         shapes = [(t.shape, t.dtype) for t in outputs]
         edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
         del result, outputs
-        kept = meter.since()
+        saved_bytes = meter.since()
         # backward pass
         if edges:
             with meter.backward():
@@ -516,7 +516,7 @@ class _Counter:
         if self._is_sharded:
             for p in block.parameters():
                 p.grad = None
-        return kept, meter.end()
+        return saved_bytes, meter.end()
 
     def ends(self) -> EndsCount:
         """Count the cost of embedding, final norm, head and loss."""
@@ -560,15 +560,15 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _block_count(number: int, runs: Sequence[tuple[int, PassRecording]]) -> BlockCount:
     """Return the cost of a block from its runs with FEW sequences, one more, and double load."""
-    kept = _bytes([Reading(kept, 0) for kept, _ in runs])
+    saved_bytes = _bytes([Reading(saved_bytes, 0) for saved_bytes, _ in runs])
     records = [recorded for _, recorded in runs]
-    saved = [Reading(kept, 0) for kept, _ in runs]
+    saved = [Reading(saved_bytes, 0) for saved_bytes, _ in runs]
     forward = [r.readings["forward"] for r in records]
     backward, marked = [r.readings["backward"] for r in records], records[0].experts
     experts_done = _moments([run[marked - 1 : marked] for run in backward], saved)
     return BlockCount(
         number,
-        kept,
+        saved_bytes,
         _moments(forward),
         _moments([run[: marked or None] for run in backward], saved),
         next(iter(experts_done), None),

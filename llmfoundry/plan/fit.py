@@ -128,12 +128,12 @@ def choose_fit(
     fits = _fitting(needs, candidates, room, EXPERT_LOAD) or _fitting(needs, candidates, room, 1)
     *_, need = needs.values()
     enough = min(candidates[0], -(-MIN_TOKENS // recipe.max_seq_len))
-    kept = [fit for fit in fits if fit.kept == begun_with]
+    resumed = [fit for fit in fits if fit.kept == begun_with]
     good = [fit for fit in fits if fit.microbatch >= enough]
     if len(fits) > 1 and gpu is not None and meta_model is None:
         good = _by_seconds(recipe, fits, world_size, gpu)
     if fits:
-        best = (kept or good or [max(fits, key=lambda fit: fit.microbatch)])[0]
+        best = (resumed or good or [max(fits, key=lambda fit: fit.microbatch)])[0]
         check_graphs(recipe.compile_mode, rows=rows, microbatch=best.microbatch)
         return best
 
@@ -156,8 +156,8 @@ def _fitting(
     """Return the largest fitting microbatch of each way to store activations, if any fits."""
     fits = list[Fit]()
     for (level, small), need in needs.items():
-        found = [n for n in candidates if need.total(n, load) <= room]
-        fits += [Fit(n, level, need, need.fitting_load(n, room), small) for n in found[:1]]
+        sizes = [n for n in candidates if need.total(n, load) <= room]
+        fits += [Fit(n, level, need, need.fitting_load(n, room), small) for n in sizes[:1]]
     return fits
 
 
@@ -231,8 +231,8 @@ def _ways(recipe: ResolvedTrainRecipe, device: torch.device) -> list[tuple[str, 
     if not recipe.compile:
         return ways
     parts = [(way, with_level(recipe, *way).parallel) for way in ways]
-    found = [way for way, one in parts if not [*compiled_limits(recipe.model, one)]]
-    return found or ways
+    supported = [way for way, one in parts if not [*compiled_limits(recipe.model, one)]]
+    return supported or ways
 
 
 def _levels(recipe: ResolvedTrainRecipe, device: torch.device) -> list[str]:
@@ -318,7 +318,7 @@ def largest_fitting_recipe(world_size: int, available: int, device: torch.device
     Counting activations is slow and therefore limited to recipes whose weights fit.
     """
     room = int(USABLE * available)
-    found: list[tuple[int, Path, ResolvedTrainRecipe]] = []
+    candidates: list[tuple[int, Path, ResolvedTrainRecipe]] = []
     for path in sorted(YAMLS.glob("*.yaml")):
         recipe = with_guessed_vocabulary(load(TrainRecipe, path).resolve())
         try:
@@ -326,8 +326,8 @@ def largest_fitting_recipe(world_size: int, available: int, device: torch.device
         except UserError:  # a mesh that these processes cannot form
             continue
         if weights <= room:
-            found.append((parameter_count(recipe.model), path, recipe))
-    for _, path, recipe in sorted(found, key=lambda one: -one[0]):
+            candidates.append((parameter_count(recipe.model), path, recipe))
+    for _, path, recipe in sorted(candidates, key=lambda one: -one[0]):
         if estimate(recipe, world_size, device=device).total(1) <= room:
             return recipe_name(path)
     return None

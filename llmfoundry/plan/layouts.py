@@ -117,8 +117,8 @@ class ParallelLayout:
             "expert": parallel.expert_parallel_degree,
         }
         degrees = " ".join(f"{what} {n}" for what, n in named.items() if n > 1) or "one process"
-        kept = ", weights kept" if parallel.reshard_after_forward is False else ""
-        return f"{degrees}{kept}, {self.level}, {self.microbatch} rows"
+        weights = ", weights kept" if parallel.reshard_after_forward is False else ""
+        return f"{degrees}{weights}, {self.level}, {self.microbatch} rows"
 
     def overrides(self, user_recipe: TrainRecipe) -> list[str]:
         """Return the command-line overrides that turn the user's recipe into this layout."""
@@ -162,8 +162,8 @@ def own_layout(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
     """
     gpu, world = setting.reached.gpu, setting.gpus
     fit = choose_fit(recipe, world_size=world, available=setting.available, device=CUDA, gpu=gpu)
-    kept = with_level(recipe, fit.checkpointing, fit.compression)
-    chosen = _written(kept, world, fit.microbatch)
+    fitting = with_level(recipe, fit.checkpointing, fit.compression)
+    chosen = _written(fitting, world, fit.microbatch)
     return _layout(chosen, setting, fit.need)
 
 

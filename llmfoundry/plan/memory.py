@@ -158,27 +158,27 @@ def estimate(
         device: device type of the run.
     """
     degrees = recipe.parallel.degrees(world_size)
-    held = (
+    weights = (
         _weights(recipe, degrees)
         if meta_model is None
         else count_weight_bytes(meta_model, device, degrees)
     )
     low, width = 4 if recipe.precision == "fp32" else 2, 2 if recipe.precision == "bf16" else 4
-    whole = _whole(recipe, held, low)
+    gathered = _whole(recipe, weights, low)
     counted = count(recipe, degrees, device=device, meta_model=meta_model)
-    moments = _moments(recipe, degrees, whole, counted)
-    dequantized = low * held.dequantized
+    moments = _moments(recipe, degrees, gathered, counted)
+    dequantized = low * weights.dequantized
     heap = HEAP if device.type == "cpu" and meta_model is not None else 1
     return MemoryEstimate(
-        parameters=held.parameters,
-        parameter_bytes=held.frozen + held.trained.shard,
-        gradient_bytes=held.trained.shard,
-        moment_bytes=round(recipe.optimizer.moment_bytes(width) * held.trained.shard / width),
+        parameters=weights.parameters,
+        parameter_bytes=weights.frozen + weights.trained.shard,
+        gradient_bytes=weights.trained.shard,
+        moment_bytes=round(recipe.optimizer.moment_bytes(width) * weights.trained.shard / width),
         moments=tuple(
             PeakPoint(moment.whole + dequantized, _times(moment.rows, heap)) for moment in moments
         ),
         chunk_rows=_chunk_rows(recipe, degrees, device),
-        accumulated=accumulated_bytes(recipe, degrees, *reversed(held.trained)),
+        accumulated=accumulated_bytes(recipe, degrees, *reversed(weights.trained)),
         step_rows=recipe.global_train_batch_size // degrees.data,
     )
 
@@ -188,9 +188,13 @@ def weight_bytes(recipe: ResolvedTrainRecipe, world_size: int) -> int:
 
     This lower bound of the memory is fast: it counts no activations.
     """
-    held = _weights(recipe, recipe.parallel.degrees(world_size)).trained.shard
+    shard_bytes = _weights(recipe, recipe.parallel.degrees(world_size)).trained.shard
     width = 2 if recipe.precision == "bf16" else 4
-    return FRAMEWORK + 2 * held + round(recipe.optimizer.moment_bytes(width) * held / width)
+    return (
+        FRAMEWORK
+        + 2 * shard_bytes
+        + round(recipe.optimizer.moment_bytes(width) * shard_bytes / width)
+    )
 
 
 def _times(rows: Bytes, heap: float) -> Bytes:
@@ -231,7 +235,7 @@ class GatheredBytes(NamedTuple):
     reduced_ends: int
 
 
-def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> GatheredBytes:
+def _whole(recipe: ResolvedTrainRecipe, weights: WeightBytes, low: int) -> GatheredBytes:
     """Return gathered bytes. Under amp_bf16 FSDP gathers in bf16 and reduces in fp32."""
     width = 2 if recipe.precision == "bf16" else 4
     narrow = width // low
@@ -243,19 +247,19 @@ def _whole(recipe: ResolvedTrainRecipe, held: WeightBytes, low: int) -> Gathered
         return trained * REDUCED // width
 
     return GatheredBytes(
-        ends=gathered(held.ends, held.trained_ends),
-        block=gathered(held.block, held.trained_block),
-        apart=gathered(held.apart, held.trained_apart),
-        head=held.trained_head // narrow,
-        grads_apart=held.trained_apart // narrow,
-        reduced=reduced(held.trained_block),
-        reduced_apart=reduced(held.trained_apart),
-        reduced_ends=reduced(held.trained_ends) + held.trained_ends // narrow,
+        ends=gathered(weights.ends, weights.trained_ends),
+        block=gathered(weights.block, weights.trained_block),
+        apart=gathered(weights.apart, weights.trained_apart),
+        head=weights.trained_head // narrow,
+        grads_apart=weights.trained_apart // narrow,
+        reduced=reduced(weights.trained_block),
+        reduced_apart=reduced(weights.trained_apart),
+        reduced_ends=reduced(weights.trained_ends) + weights.trained_ends // narrow,
     )
 
 
 def _moments(
-    recipe: ResolvedTrainRecipe, degrees: Degrees, whole: GatheredBytes, counted: ModelCount
+    recipe: ResolvedTrainRecipe, degrees: Degrees, gathered: GatheredBytes, counted: ModelCount
 ) -> list[PeakPoint]:
     """Return the points of a step at which memory may peak.
 
@@ -266,9 +270,9 @@ def _moments(
     gathered; all weights are counted as such.
     """
     # saved activations of all blocks
-    kept = Bytes()
+    saved = Bytes()
     for block in counted.blocks:
-        kept = kept.plus(block.kept.times(block.blocks))
+        saved = saved.plus(block.kept.times(block.blocks))
     ends = counted.ends
 
     # DDP
@@ -277,30 +281,32 @@ def _moments(
             rows for block in counted.blocks for rows in (*block.at_backward, *block.behind_experts)
         ]
         points = [
-            PeakPoint(0, kept.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)
+            PeakPoint(0, saved.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)
         ]
         return [*points, *(PeakPoint(0, rows) for rows in ends.behind)]
 
     # FSDP: the weights that were gathered last
-    at_loss, at_head = whole.apart or whole.block, whole.block
+    at_loss, at_head = gathered.apart or gathered.block, gathered.block
     if recipe.parallel.reshard_after_forward is False:
-        at_loss = at_head = recipe.model.n_layers * (whole.block + whole.apart)
+        at_loss = at_head = recipe.model.n_layers * (gathered.block + gathered.apart)
 
     # before the backward pass of the last block no gradient is being reduced
     last = counted.blocks[-1]
     others = [*counted.blocks[:-1], *([last] if last.blocks > 1 else [])]
-    kept_by_others = kept.plus(last.kept.times(-1))
+    kept_by_others = saved.plus(last.kept.times(-1))
     return [
-        *(PeakPoint(whole.ends + at_loss, kept.plus(rows)) for rows in ends.at_loss),
-        *(PeakPoint(whole.ends + at_head, kept.plus(rows)) for rows in ends.at_head),
-        *_at_block(recipe, whole, last, kept, on_its_way=0),
+        *(PeakPoint(gathered.ends + at_loss, saved.plus(rows)) for rows in ends.at_loss),
+        *(PeakPoint(gathered.ends + at_head, saved.plus(rows)) for rows in ends.at_head),
+        *_at_block(recipe, gathered, last, saved, on_its_way=0),
         *(
             moment
             for block in others
-            for moment in _at_block(recipe, whole, block, kept_by_others, on_its_way=whole.reduced)
+            for moment in _at_block(
+                recipe, gathered, block, kept_by_others, on_its_way=gathered.reduced
+            )
         ),
-        *(PeakPoint(whole.ends + whole.reduced, rows) for rows in ends.behind),
-        PeakPoint(whole.reduced_ends, Bytes()),
+        *(PeakPoint(gathered.ends + gathered.reduced, rows) for rows in ends.behind),
+        PeakPoint(gathered.reduced_ends, Bytes()),
     ]
 
 
@@ -340,20 +346,20 @@ def _at_block(
 def _weights(recipe: ResolvedTrainRecipe, degrees: Degrees) -> WeightBytes:
     """Return the bytes of a model whose parameters are all trained, from its settings."""
     width = 2 if recipe.precision == "bf16" else 4
-    held = shares(recipe.model, degrees)
-    block, *apart = (width * unit.block.gathered for unit in held.units)
-    ends = width * held.ends.gathered
+    parameters = shares(recipe.model, degrees)
+    block, *apart = (width * unit.block.gathered for unit in parameters.units)
+    ends = width * parameters.ends.gathered
     return WeightBytes(
         parameters=parameter_count(recipe.model),
         frozen=0,
-        trained=held.all.times(width),
+        trained=parameters.all.times(width),
         block=block,
         apart=sum(apart),
         ends=ends,
         trained_block=block,
         trained_apart=max(apart, default=0),
         trained_ends=ends,
-        trained_head=width * held.head.gathered,
+        trained_head=width * parameters.head.gathered,
         dequantized=0,
     )
 

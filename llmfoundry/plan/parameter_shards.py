@@ -53,10 +53,10 @@ class Values(NamedTuple):
 
 def total(values: Iterable[Values]) -> Values:
     """Return the sum of several values."""
-    found = Values()
+    result = Values()
     for one in values:
-        found = found.plus(one)
-    return found
+        result = result.plus(one)
+    return result
 
 
 class Unit(NamedTuple):
@@ -108,7 +108,7 @@ def shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
         Unit(
             cut_over(unit, degrees),
             apart(unit, degrees),
-            total(found[unit].times(n) for found, n in each),
+            total(by_unit_of_block[unit].times(n) for by_unit_of_block, n in each),
             of_block,
         )
         for unit, of_block in largest.items()

@@ -310,8 +310,8 @@ def _work(
     )
 
 
-def _over(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _over(part: float, total: float) -> float:
+    return part / total if total else 0.0
 
 
 def _moved(

@@ -54,12 +54,12 @@ class AttentionSpec:
     @property
     def options(self) -> tuple[str, ...]:
         """Return the options in use, in the terms of `attention_limits`."""
-        asked = {
+        options = {
             ALIBI: self.slopes is not None,
             SOFTCAP: self.softcap is not None,
             DROPOUT: self.dropout > 0,
         }
-        return tuple(option for option, is_set in asked.items() if is_set)
+        return tuple(option for option, is_set in options.items() if is_set)
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ def document_segments(layout: PackedLayout, past: int) -> tuple[tuple[int, int],
 
     The queries are the last tokens of the document; there may be none.
     """
-    found = []
+    segments = []
     for row in layout.lengths:
         ends = accumulate(row)
-        found += [(min(n, max(0, end - past)), n) for n, end in zip(row, ends, strict=True)]
-    return tuple(found)
+        segments += [(min(n, max(0, end - past)), n) for n, end in zip(row, ends, strict=True)]
+    return tuple(segments)
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,8 +249,8 @@ def sdpa_prepare(
         )
     if device.type == "cpu" and layout is not None and past:
         segments = document_segments(layout, past)
-        asked = [(n, keys) for n, keys in segments if n and not (n == keys and _is_plain(n, spec))]
-        bias, by_run = _bottom_corner(asked, spec, device), _outside_of_graphs(_by_segment)
+        biased = [(n, keys) for n, keys in segments if n and not (n == keys and _is_plain(n, spec))]
+        bias, by_run = _bottom_corner(biased, spec, device), _outside_of_graphs(_by_segment)
         return AttentionPlan("sdpa", spec, bias=bias, packed=True, segments=segments, by_run=by_run)
     if device.type == "cpu" and layout is not None:
         lengths = [n for row in layout.lengths for n in row]

@@ -229,14 +229,14 @@ def _missing_flash3() -> str | None:
 
 def _left_out(spec: AttentionSpec, dtype: torch.dtype, head_dim: int | None) -> str | None:
     """Return what this build was compiled without."""
-    asked = ["BACKWARD", "VARLEN"]
-    asked += ["SOFTCAP"] if spec.softcap is not None else []
-    asked += ["LOCAL"] if spec.window >= 0 else []
-    asked += ["FP16"] if dtype == torch.float16 else []
+    needed = ["BACKWARD", "VARLEN"]
+    needed += ["SOFTCAP"] if spec.softcap is not None else []
+    needed += ["LOCAL"] if spec.window >= 0 else []
+    needed += ["FP16"] if dtype == torch.float16 else []
     if head_dim is not None:
-        asked.append(f"HDIM{next(width for width in WIDTHS if head_dim <= width)}")
+        needed.append(f"HDIM{next(width for width in WIDTHS if head_dim <= width)}")
     flags = _build_flags()
-    lacking = [name for name in asked if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
+    lacking = [name for name in needed if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
     if lacking:
         return f"flash-attn-3 was built without {', '.join(lacking)}; build it again, or write auto"
     return None

@@ -209,8 +209,8 @@ def tree_mask(ends: Tensor, positions: Tensor, window: int) -> BlockMask:
     soonest, latest = extremes(ends)
     earlier = first < first[:, None]  # (blocks of queries, blocks of keys)
     some = (earlier & (latest[:, None] > first[:, None])) | (first == first[:, None])
-    whole = (first + BLOCK <= length)[:, None]
-    every = earlier & whole & (soonest[:, None] > last[:, None])
+    complete = (first + BLOCK <= length)[:, None]
+    every = earlier & complete & (soonest[:, None] > last[:, None])
     if window >= 0:
         low, high = extremes(positions)
         some = some & (low[:, :, None] - high[:, None] <= window)

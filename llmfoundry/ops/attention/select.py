@@ -112,9 +112,9 @@ class AttentionKernels:
         trees: bool,
     ) -> str:
         """Return the backend of a case, from a cache."""
-        asked = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout)
+        options = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout)
         exact = torch.are_deterministic_algorithms_enabled()
-        case = (asked, packed, device, dtype, trees, exact)
+        case = (options, packed, device, dtype, trees, exact)
         if case not in self._chosen:
             impl, head_dim = self._impl, self._head_dim
             if impl == "auto" or (trees and impl not in SERVE_TREES):
@@ -141,8 +141,8 @@ def range_plan(
     if spec.window >= stop - start - 1:
         spec = replace(spec, window=-1)
     queries = stop - first
-    made = PLANS[impl](seen, spec, queries=queries, past=first - start, device=device)
-    return RangePlan(queries, start, stop, made)
+    plan = PLANS[impl](seen, spec, queries=queries, past=first - start, device=device)
+    return RangePlan(queries, start, stop, plan)
 
 
 def attend(
@@ -156,9 +156,9 @@ def attend(
     if plan.parts:
         queries = q.split([part.queries for part in plan.parts], dim=1)
         mixed = []
-        for own, part in zip(queries, plan.parts, strict=True):
+        for part_queries, part in zip(queries, plan.parts, strict=True):
             keys, values = k[:, part.start : part.stop], v[:, part.start : part.stop]
-            mixed.append(attend(own, keys, values, part.plan, training=training))
+            mixed.append(attend(part_queries, keys, values, part.plan, training=training))
         return torch.cat(mixed, dim=1)
     if not plan.shared_heads:
         k, v = repeat_heads(q, k, v)

@@ -108,8 +108,10 @@ class Experts:
         """Return the experts from the result of `flat`."""
         names, activation, packing = read_how(how)
         there = dict(zip(names, tensors, strict=True))
-        own: dict[str, Any] = {name: there.pop(name, None) for name in EXPERT_FIELDS}
-        return Experts(**own, activation=activation, low=LowRankExperts(**there), packing=packing)
+        fields: dict[str, Any] = {name: there.pop(name, None) for name in EXPERT_FIELDS}
+        return Experts(
+            **fields, activation=activation, low=LowRankExperts(**there), packing=packing
+        )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Experts:
         """Return the experts with a function applied to every tensor."""

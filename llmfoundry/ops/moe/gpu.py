@@ -41,15 +41,15 @@ def forward(
     rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
     # Two matmuls, not one with concatenated weights: copying w1 and v1 in each step moves more
     # bytes than reading the rows twice if experts are large, and checkpoints have two tensors.
-    whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantized one, while it is used
-    a = _linear(rows, whole(w.w1), w.b1, ends)  # (N, f), as b and h
-    b = None if w.v1 is None else _linear(rows, whole(w.v1), w.bv, ends)
+    dense = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantized one, while it is used
+    a = _linear(rows, dense(w.w1), w.b1, ends)  # (N, f), as b and h
+    b = None if w.v1 is None else _linear(rows, dense(w.v1), w.bv, ends)
     low = w.low
     _add_product(a, rows, low.w1_a, low.w1_b, ends)
     _add_product(b, rows, low.v1_a, low.v1_b, ends)
     del rows
     h = steps.glu(a, b, w.activation)
-    y_rows = F.grouped_mm(h, whole(w.w2), offs=ends)  # (N, d)
+    y_rows = F.grouped_mm(h, dense(w.w2), offs=ends)  # (N, d)
     _add_product(y_rows, h, low.w2_a, low.w2_b, ends)
     del h
     if w.b2 is not None:
@@ -73,19 +73,19 @@ def backward(
 ) -> Gradients:
     """Return all gradients from that of the output, grad (T, d); see `cpu.backward`."""
     steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
-    whole = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
+    dense = partial(w.matrix, d=x.shape[1], dtype=x.dtype)
     a, b = kept.gate, None if w.v1 is None else kept.up
     g = steps.gather(grad, routing.order, top_k)  # (N, d)
     low = w.low
-    dh = F.grouped_mm(g, whole(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db
+    dh = F.grouped_mm(g, dense(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db
     _add_gradient(dh, g, low.w2_a, low.w2_b, ends)
     h, da, db, inner = steps.glu_backward(dh, a, b, weights, routing.order, w.activation)
     del dh, a, b
     if w.b2 is not None:
         biases = w.b2[_experts(ends, g)]  # (N, d)
         inner = inner + plain_steps.row_dots(g, biases, routing.order, weights)
-    dx_rows = F.grouped_mm(da, whole(w.w1), offs=ends)  # (N, d)
-    dx_up = None if w.v1 is None else F.grouped_mm(db, whole(w.v1), offs=ends)
+    dx_rows = F.grouped_mm(da, dense(w.w1), offs=ends)  # (N, d)
+    dx_up = None if w.v1 is None else F.grouped_mm(db, dense(w.v1), offs=ends)
     _add_gradient(dx_rows, da, low.w1_a, low.w1_b, ends)
     _add_gradient(dx_rows, db, low.v1_a, low.v1_b, ends)
     dx = steps.combine(dx_rows, routing.inverse, None, top_k, dx_up)  # (T, d)

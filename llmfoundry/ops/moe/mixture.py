@@ -229,8 +229,8 @@ def _run_forward(
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     x, weights = x.contiguous(), weights.contiguous()
     routing = route(experts, layer.w1.shape[0])
-    y, kept = _path(x.device).forward(x, weights, routing, layer, keep=keep)
-    return (y, *kept, *routing)
+    y, saved = _path(x.device).forward(x, weights, routing, layer, keep=keep)
+    return (y, *saved, *routing)
 
 
 def _run_backward(
@@ -245,7 +245,7 @@ def _run_backward(
     """Return the gradients of x, weights and the experts' tensors; empty if not needed."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     (gate, up, *routing), path = kept, _path(x.device)
-    found = path.backward(
+    gradients = path.backward(
         grad.contiguous(),  # a sum's gradient is expanded, of stride 0
         x.contiguous(),
         weights.contiguous(),
@@ -254,9 +254,9 @@ def _run_backward(
         layer,
         frozen=frozen,
     )
-    every = zip(layer.every(), (*found.experts, *found.low), strict=True)
+    every = zip(layer.every(), (*gradients.experts, *gradients.low), strict=True)
     grads = [gradient for tensor, gradient in every if tensor is not None]
-    return [found.x, found.weights, *(x.new_empty(0) if g is None else g for g in grads)]
+    return [gradients.x, gradients.weights, *(x.new_empty(0) if g is None else g for g in grads)]
 
 
 _forward = torch.library.custom_op(
@@ -335,11 +335,11 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, [None] * len(ctx.names), None, None
     x, weights, *rest = ctx.saved_tensors  # read once: recomputation provides them once
-    kept, w = rest[:5], rest[5:]
+    saved, w = rest[:5], rest[5:]
     adapters = LowRankExperts._fields
     each = zip(ctx.names, wants[3], strict=True)
     frozen = not any(want for name, want in each if name not in adapters)
-    grads = torch.ops.llmfoundry.moe_backward(grad, x, weights, kept, w, ctx.how, frozen)
+    grads = torch.ops.llmfoundry.moe_backward(grad, x, weights, saved, w, ctx.how, frozen)
     dx, dweights, *dw = (
         g if want else None for g, want in zip(grads, (*wants[:2], *wants[3]), strict=True)
     )
