@@ -165,5 +165,7 @@ def test_a_group_composes_and_its_model_builds(group: Path) -> None:
     recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
     root = build_root(recipe)
     assert {p.device.type for p in root.parameters()} == {"meta"}
+    assert len({str(block) for block in root.model.blocks}) == 1  # two stand for all
+    del root.model.blocks[2:], root.model.layers[2:]
     hidden = root.model(torch.zeros(1, recipe.max_seq_len, dtype=torch.int64, device="meta"))
     assert hidden.shape == (1, recipe.max_seq_len, recipe.model.d_model)
