@@ -13,6 +13,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,11 +90,18 @@ def examples(text: str) -> Iterator[Example]:
             yield Example(script, tuple(INSTEAD.get(w, w) for w in words))
 
 
-BY_PLACE = {place: list(dict.fromkeys(examples(text))) for place, text in texts()}
+TEXTS = dict(texts())
+BY_PLACE = {place: list(dict.fromkeys(examples(text))) for place, text in TEXTS.items()}
 SEEN: set[Example] = set()
 for found in BY_PLACE.values():  # each is tried where it is first shown
     found[:] = [example for example in found if example not in SEEN]
     SEEN.update(found)
+
+
+@cache
+def saved_quickstart() -> str:
+    """The recipe that a run of the quickstart saves."""
+    return to_yaml(read(TrainRecipe, YAMLS / "quickstart.yaml")[0])
 
 
 @pytest.fixture
@@ -108,7 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_file.py").write_text(plugin)
     run = tmp_path / "runs" / "quickstart" / "recipe.yaml"
     run.parent.mkdir(parents=True)
-    run.write_text(to_yaml(read(TrainRecipe, YAMLS / "quickstart.yaml")[0]))
+    run.write_text(saved_quickstart())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     with tables_as_before():
@@ -157,8 +165,7 @@ def test_every_command_composes(
 
 @pytest.mark.parametrize("place", [place for place, found in BY_PLACE.items() if found])
 def test_every_command_means_the_same_in_zsh(place: str) -> None:
-    text = dict(texts())[place]
-    unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"", "", arguments) for _, arguments in calls(text)]
+    unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"", "", words) for _, words in calls(TEXTS[place])]
     assert [arguments for arguments in unquoted if SPECIAL.search(arguments)] == []
 
 
