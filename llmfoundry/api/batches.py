@@ -8,7 +8,7 @@ from typing import overload
 from llmfoundry.api.model import this_process, to_stderr
 from llmfoundry.api.recipes import Overrides, checked_recipe
 from llmfoundry.builders.pretrained import open_base
-from llmfoundry.builders.trainer import open_batches
+from llmfoundry.builders.trainer import make_tokenizer, open_batches, settle_vocabulary
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.ops.packed_layout import Batch
@@ -70,5 +70,7 @@ def data(recipe: TrainRecipe | str, overrides: Overrides = ()) -> Batches:
     world, pretrained = this_process(), None
     if isinstance(resolved, ResolvedFinetuneRecipe):
         pretrained = open_base(resolved, world, note=to_stderr)
-    tokenizer, _, clock, loader = open_batches(resolved, world, lambda line: None, pretrained)
+    tokenizer = make_tokenizer(resolved, world, pretrained)
+    settle_vocabulary(resolved, tokenizer, to_stderr)
+    _, clock, loader = open_batches(resolved, tokenizer, world, lambda line: None)
     return Batches(loader, tokenizer, clock.total)

@@ -14,14 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
 from llmfoundry.builders.data import RunData, no_held_out, open_held_out
-from llmfoundry.builders.evaluation import build_evaluate, evaluation_rows, read_tasks
+from llmfoundry.builders.evaluation import (
+    build_evaluate,
+    evaluation_rows,
+    open_gauntlet,
+    read_tasks,
+)
 from llmfoundry.builders.model_layout import ModelLayout
 from llmfoundry.builders.open_model import (
     CHAT,
@@ -47,7 +52,7 @@ from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
-from llmfoundry.gauntlet.gauntlet import TaskAnswers
+from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers
 from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
@@ -213,7 +218,8 @@ class _Run:
         loaded: the checkpoint.
         recipe: its run's, as it is measured here.
         config: what is measured.
-        held_out: its run's text.
+        gauntlet: its tasks, except those of held-out text.
+        held_out: opens its run's text, once; every process calls it.
         rows: of max_seq_len evaluated at a time.
         fill: loads the weights.
     """
@@ -222,7 +228,8 @@ class _Run:
     loaded: LoadedCheckpoint
     recipe: ResolvedTrainRecipe
     config: EvalConfig
-    held_out: RunData
+    gauntlet: Gauntlet | None
+    held_out: Callable[[], RunData]
     rows: int
     fill: Callable[[], None]
 
@@ -258,16 +265,21 @@ def _ready(
         for model in own
     ]
     runs = {run.name: run for run in opened if run is not None}
-    host, waiting = _host(runs), deque[Callable[[], Examined]]()
+    host, steps = _host(runs), list[Callable[[], Callable[[], Examined]]]()
     for model in models if not problems else ():
-        read = partial(_outside, recipe, model, host, named, world, console, live.get(model))
         if model in runs:
-            read = partial(_own, recipe, runs[model], named, world, console)
-        ask = _try(read, problems)
-        waiting.extend([ask] if ask is not None else [])
+            steps.append(partial(_own, recipe, runs[model], named, world, console))
+            continue
+        read = partial(_outside, recipe, model, host, named, world, console, live.get(model))
+        if step := _try(read, problems):
+            steps.append(step)
+    # held-out text, which may have to be prepared: after the questions of all models
+    for run in runs.values() if not problems else ():
+        _try(run.held_out, problems)
+    asks = [_try(step, problems) for step in steps if not problems]
     if problems:
         raise UserError(*problems)
-    return waiting
+    return deque(ask for ask in asks if ask is not None)
 
 
 def _try(read: Callable[[], T], problems: list[str]) -> T | None:
@@ -285,8 +297,13 @@ def _host(runs: Mapping[str, _Run]) -> _Host | None:
     if not runs:
         return None
     run = (trained or list(runs.values()))[0]
-    texts = run.held_out.validation_texts if trained else None
+    texts = partial(_texts, run) if trained else None
     return _Host(run.config, texts, FetchOptions.from_config(run.recipe.data))
+
+
+def _texts(run: _Run) -> list[str]:
+    """Return the held-out documents of a run."""
+    return run.held_out().validation_texts()
 
 
 def _open_run(
@@ -312,8 +329,17 @@ def _open_run(
     rows = evaluation_rows(run, loaded.root, world)
     if layout.is_sharded:
         console.note(f"{path}: {layout.describe(run, loaded.root, world)}")
-    held_out = _held_out(loaded, run, config, world, console)
-    return _Run(path, loaded, run, config, held_out, rows, fill)
+    gauntlet = open_gauntlet(
+        run,
+        config,
+        loaded.tokenizer,
+        world,
+        console.note,
+        generate=True,
+        is_trained=loaded.is_trained,
+    )
+    held_out = cache(partial(_held_out, loaded, run, config, world, console))
+    return _Run(path, loaded, run, config, gauntlet, held_out, rows, fill)
 
 
 def _do_nothing() -> None:
@@ -330,7 +356,7 @@ def _own(
         run.recipe,
         world,
         loaded.tokenizer,
-        run.held_out,
+        run.held_out(),
         loaded.root,
         run.rows,
         console.note,
@@ -347,10 +373,9 @@ def _own(
     measure = build_evaluate(
         job,
         run.config,
+        gauntlet=run.gauntlet,
         rows=eval_rows(run.recipe, run.rows),
         record=record,
-        generate=True,
-        is_trained=loaded.is_trained,
     )
     read_record(storage, world, console.note)
     run_folder, batch = loaded.folder.parents[1], int(loaded.state["batch"])
@@ -430,8 +455,12 @@ def _outside(
     world: World,
     console: Console,
     live: OpenedModel | None,
-) -> Callable[[], Examined]:
-    """What asks a Hugging Face model or an endpoint: the gauntlet alone."""
+) -> Callable[[], Callable[[], Examined]]:
+    """Read the questions for a Hugging Face model or an endpoint: the gauntlet alone.
+
+    Returns:
+        A function that adds the questions of held-out text, and returns what asks the model.
+    """
     config = recipe.eval if recipe.eval is not None or host is None else host.config
     assert config is not None, "checked before"
     if config.gauntlet is None:
@@ -445,20 +474,20 @@ def _outside(
         config,
         outside.settings,
         generate=True,
-        validation_texts=None if host is None else host.texts,
         cache_folder=recipe.cache_folder,
         note=console.note,
         world=world,
         fetching=None if host is None else host.fetching,
     )
     assert gauntlet is not None, "checked before"
+    tasks = gauntlet
     plain = re.sub(r"[^\w.-]+", "_", public(model)).strip("_")
     folder = _folder(recipe, model, Path("runs") / plain / "eval")
 
     def ask() -> Examined:
         evaluated, notes = outside.load()
         started = time.perf_counter()
-        result, answers = gauntlet.run(evaluated)
+        result, answers = tasks.run(evaluated)
         console.table(result.table())
         for note in notes:
             console.note(f"{model}: {note}")
@@ -480,7 +509,12 @@ def _outside(
             else None,
         )
 
-    return ask
+    def with_held_out() -> Callable[[], Examined]:
+        for problem in tasks.add_held_out(None if host is None else host.texts):
+            console.note(problem)
+        return ask
+
+    return with_held_out
 
 
 def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:

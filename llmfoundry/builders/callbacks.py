@@ -21,6 +21,8 @@ from llmfoundry.models.attention import longest_document
 from llmfoundry.models.counts import peak_flops, trained_flops_per_token
 from llmfoundry.recipe.choice_table import load_code
 from llmfoundry.recipe.logger import CALLBACKS
+from llmfoundry.recipe.source import SourceConfig
+from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.callbacks import (
     EarlyStopper,
     GarbageCollection,
@@ -46,17 +48,37 @@ def build_callbacks(job: RunContext) -> list[Callback]:
     return [*callbacks, *profilers(job)]  # last, so that traces include other callbacks of the step
 
 
+def check_callbacks(recipe: ResolvedTrainRecipe, n_ranks: int) -> None:
+    """Check the settings of callbacks and profiler that need no data.
+
+    Args:
+        recipe: recipe of the run.
+        n_ranks: number of its processes.
+
+    Raises:
+        UserError: a rank to profile does not exist, or there are no supervised rows to answer.
+    """
+    profile = recipe.profile
+    ranks = [rank for rank in profile.ranks or [] if isinstance(rank, int)]
+    beyond = [rank for rank in ranks if rank >= n_ranks]
+    if profile.is_on and beyond:
+        raise UserError(
+            f"profile.ranks: {beyond[0]}, but the run has ranks 0 to {n_ranks - 1}; write one"
+            " of those, or all"
+        )
+    n_prompts = recipe.callbacks.generate.from_validation if recipe.callbacks.generate else 0
+    data = recipe.data
+    sources: list[SourceConfig] = [*data.streams.values()] or [data]
+    sources += [data.validation] if data.validation is not None else []
+    if n_prompts and not any(source.is_supervised for source in sources):
+        raise _no_prompts(n_prompts)
+
+
 def profilers(job: RunContext) -> Iterator[Callback]:
     """Yield the callbacks for traces of steps and for memory snapshots."""
     config, world = job.recipe.profile, job.world
     if not config.is_on:
         return
-    beyond = [rank for rank in config.ranks or [] if isinstance(rank, int) and rank >= world.size]
-    if beyond:
-        raise UserError(
-            f"profile.ranks: {beyond[0]}, but the run has ranks 0 to {world.size - 1}; write one"
-            " of those, or all"
-        )
     files = ProfileFiles(job.run.folder, world, max_gib=config.max_gib)
     if config.trace:
         yield Tracer(config, files)
@@ -175,11 +197,15 @@ def _asked(job: RunContext, n: int) -> list[HeldOutPrompt]:
         if isinstance(part, SupervisedHeldOut):
             prompts += part.prompts(n - len(prompts))
     if not prompts:
-        raise UserError(
-            f"callbacks.generate.from_validation: {n}, but no supervised rows are held out; write"
-            " 0, a data.format other than text, or a larger data.validation_fraction"
-        )
+        raise _no_prompts(n)
     return prompts
+
+
+def _no_prompts(n: int) -> UserError:
+    return UserError(
+        f"callbacks.generate.from_validation: {n}, but no supervised rows are held out; write"
+        " 0, a data.format other than text, or a larger data.validation_fraction"
+    )
 
 
 def _parts(held_out: HeldOut) -> Iterable[HeldOut]:

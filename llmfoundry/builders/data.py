@@ -120,7 +120,7 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
     if all(source.name == "shards" and not source.is_supervised for source in streams.values()):
         _refuse_filters(config)
     opening = _Opening(recipe, tokenizer, world)
-    held_out = config.validation if _is_measured(recipe) else None
+    held_out = config.validation if is_measured(recipe) else None
     opened, validation = _open_all(opening, streams, held_out)
     if held_out is not config.validation:
         opening.notes.append("data.validation: not read, as eval.validation is false")
@@ -142,7 +142,7 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
     )
 
 
-def _is_measured(recipe: ResolvedTrainRecipe) -> bool:
+def is_measured(recipe: ResolvedTrainRecipe) -> bool:
     """Return whether a run needs held-out text, for evaluation or for samples."""
     generate = recipe.callbacks.generate
     return recipe.eval.validation or bool(generate and generate.from_validation)

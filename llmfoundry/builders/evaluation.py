@@ -30,6 +30,7 @@ from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers, check_sources
 from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.questions import Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
+from llmfoundry.gauntlet.task_rows import is_held_out, is_remote
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.adapter import switched_off
 from llmfoundry.models.attention import longest_document
@@ -38,6 +39,7 @@ from llmfoundry.plan.inference import inference_memory
 from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_process, microbatches
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.paths import find_shipped
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.preference_loss import Preference, build_preference
@@ -83,28 +85,26 @@ def build_evaluate(
     job: RunContext,
     config: EvalConfig,
     *,
+    gauntlet: Gauntlet | None,
     rows: int,
     record: Record,
-    generate: bool = False,
     resumed: bool = False,
-    is_trained: bool = True,
 ) -> Callable[[int], dict[str, float]]:
-    """A function of the batch number that measures the model and returns metrics.
+    """Return a function of the batch number that measures the model and returns metrics.
 
-    Gauntlet files are read here, so that their mistakes show before the first step. Every process
-    must call the function.
+    Every process must call this and the returned function.
 
     Args:
         job: the run.
         config: what is measured.
+        gauntlet: the result of `open_gauntlet`; tasks of held-out text are added here.
         rows: rows of max_seq_len evaluated at a time.
         record: given the gauntlet's full result, and what was asked and answered.
-        generate: what an unset `icl_generate` means.
         resumed: the run resumes an earlier one, and asks the same rows.
-        is_trained: the model was trained here, or is about to be.
     """
-    _check_positions(job, config)
-    gauntlet = build_gauntlet(job, config, generate=generate, is_trained=is_trained)
+    if gauntlet is not None:
+        for problem in gauntlet.add_held_out(job.prepared.validation_texts):
+            job.note(problem)
     evaluated, budget = build_evaluated(job, config, rows), None
     if gauntlet is not None and config.icl_max_fraction is not None:
         folder = job.run.folder
@@ -129,9 +129,9 @@ def build_evaluate(
     return torch.no_grad()(evaluate)
 
 
-def _check_positions(job: RunContext, config: EvalConfig) -> None:
+def _check_positions(model: ResolvedModelConfig, config: EvalConfig) -> None:
     """ALiBi and rotary positions continue beyond max_seq_len, learned ones do not."""
-    longest = longest_document(job.root.model.config)
+    longest = longest_document(model)
     if longest is not None and (config.icl_seq_len or 0) > longest:
         raise UserError(
             f"eval.icl_seq_len: {config.icl_seq_len}, but the model's learned positions end at"
@@ -199,21 +199,47 @@ def check_gauntlet(config: EvalConfig) -> None:
         check_sources(path, allow_missing=bool(config.icl_allow_missing))
 
 
-def build_gauntlet(
-    job: RunContext, config: EvalConfig, *, generate: bool, is_trained: bool
+def open_gauntlet(
+    recipe: ResolvedTrainRecipe,
+    config: EvalConfig,
+    tokenizer: Tokenizer,
+    world: World,
+    note: Callable[[str], None],
+    *,
+    generate: bool = False,
+    is_trained: bool = True,
+    is_dry_run: bool = False,
 ) -> Gauntlet | None:
-    """The in-context tasks, read and tokenized; None where the recipe names none."""
-    start = job.tokenizer.document_start if is_trained else None
-    settings = PromptSettings.by_training(job.tokenizer, job.recipe.max_seq_len, start)
+    """Read, check and tokenize the tasks of a run, before its data is prepared.
+
+    Tasks of held-out text wait for `Gauntlet.add_held_out`. Every process must call this.
+
+    Args:
+        recipe: recipe of the run, with the shape of its model.
+        config: what is measured.
+        tokenizer: tokenizer of the run.
+        world: this process.
+        note: logs a line.
+        generate: what an unset `icl_generate` means.
+        is_trained: the model was trained here, or is about to be.
+        is_dry_run: nothing is downloaded or written; tasks with remote rows wait as well.
+
+    Returns:
+        The tasks; None if the recipe has no gauntlet.
+
+    Raises:
+        UserError: a mistake in the gauntlet, its rows, or their prompts for this tokenizer.
+    """
+    _check_positions(recipe.model, config)
+    start = tokenizer.document_start if is_trained else None
     return read_tasks(
         config,
-        settings,
+        PromptSettings.by_training(tokenizer, recipe.max_seq_len, start),
         generate=generate,
-        validation_texts=job.prepared.validation_texts,
-        cache_folder=job.recipe.data.cache_folder,
-        note=job.note,
-        fetching=FetchOptions.from_config(job.recipe.data),
-        world=job.world,
+        cache_folder=None if is_dry_run else recipe.data.cache_folder,
+        note=note,
+        fetching=FetchOptions.from_config(recipe.data),
+        world=world,
     )
 
 
@@ -222,26 +248,28 @@ def read_tasks(
     settings: PromptSettings,
     *,
     generate: bool,
-    validation_texts: Callable[[], list[str]] | None,
-    cache_folder: str,
+    cache_folder: str | None,
     note: Callable[[str], None],
     world: World,
     fetching: FetchOptions | None = None,
 ) -> Gauntlet | None:
-    """The recipe's gauntlet, with the recipe's settings of how to ask; None where it names none.
+    """Return the recipe's gauntlet, with its prompt settings; None without a gauntlet.
+
+    Tasks of held-out text wait for `Gauntlet.add_held_out`.
 
     Args:
         config: what is measured.
         settings: the model's side of it: tokenizer, longest input, special tokens.
         generate: what an unset `icl_generate` means.
-        validation_texts: the run's held-out documents; None: there is no run.
-        cache_folder: the recipe's.
+        cache_folder: cache folder of the recipe; None: nothing is written or downloaded, and tasks
+            with remote rows wait as well.
         note: reports what a reader must know.
         world: this process; rank 0 reads.
         fetching: how rows at an address are asked for; unset: with the environment's rights.
     """
     if config.gauntlet is None:
         return None
+    is_dry_run = cache_folder is None
     gauntlet = Gauntlet(
         find_shipped(config.gauntlet, "eval.gauntlet"),
         dataclasses.replace(
@@ -253,11 +281,12 @@ def read_tasks(
             allow_missing=bool(config.icl_allow_missing),
             chat=choose_chat(config, settings.tokenizer, settings.chat),
         ),
-        validation_texts=validation_texts,
-        cache_folder=Path(cache_folder).expanduser() / "prompts",
+        validation_texts=None,
+        cache_folder=None if cache_folder is None else Path(cache_folder).expanduser() / "prompts",
         say=note,
         fetching=fetching,
         once=partial(on_rank0, world),
+        waits=lambda task: is_held_out(task) or (is_dry_run and is_remote(task)),
     )
     for problem in gauntlet.problems:
         note(problem)

@@ -159,23 +159,7 @@ def fill_weights(
             begin_adapter(model, job.recipe)
         return dict(ANEW)
     state = on_rank0(world, lambda: read_state(checkpoint))
-    if "order" not in state and not start.weights_only:
-        raise UserError(
-            f"load_weights_only: {checkpoint} holds weights alone; write load_weights_only=true"
-        )
-    then = state["identity"]
-    compared = [k for k in identity if k.startswith("model.") or not start.weights_only]
-    changed = [k for k in compared if then.get(k) != identity[k]]
-    if "adapter.name" in changed:  # all other adapter keys changed with it
-        changed = ["adapter.name"]
-    if changed:
-        raise UserError(
-            *(
-                f"{key}: {identity[key]}, but checkpoint {checkpoint} was trained with"
-                f" {then.get(key)}; write that, or another run_name"
-                for key in changed
-            )
-        )
+    _refuse_changes(start, state, identity)
     if start.weights_only:
         load_weights(checkpoint, model, world=world)
         checkpoint.unpin()
@@ -197,6 +181,51 @@ def fill_weights(
         job.note(line)
     job.note(f"resuming from {checkpoint}")
     return state
+
+
+def check_start(
+    recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, start: StartPoint, world: World
+) -> None:
+    """Compare the recipe with the checkpoint to begin with, before any data is prepared.
+
+    Every process must call this. The quantization of the base is compared later (`fill_weights`),
+    with the model.
+
+    Raises:
+        UserError: the checkpoint belongs to another model, tokenizer or kind of run.
+    """
+    checkpoint = start.checkpoint
+    if checkpoint is not None:
+        state = on_rank0(world, lambda: read_state(checkpoint))
+        _refuse_changes(start, state, _recipe_identity(recipe, tokenizer))
+
+
+def _refuse_changes(start: StartPoint, state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise if a checkpoint does not fit what the run is.
+
+    Args:
+        start: the checkpoint, and what is loaded of it.
+        state: state.json of the checkpoint.
+        identity: `run_identity` of the run, or a part of it.
+    """
+    if "order" not in state and not start.weights_only:
+        raise UserError(
+            f"load_weights_only: {start.checkpoint} holds weights alone; write"
+            " load_weights_only=true"
+        )
+    then = state["identity"]
+    keys = [k for k in identity if k.startswith("model.") or not start.weights_only]
+    changed = [k for k in keys if then.get(k) != identity[k]]
+    if "adapter.name" in changed:  # all other keys of an adapter came or went with it
+        changed = ["adapter.name"]
+    if changed:
+        raise UserError(
+            *(
+                f"{key}: {identity[key]}, but checkpoint {start.checkpoint} was trained with"
+                f" {then.get(key)}; write that, or another run_name"
+                for key in changed
+            )
+        )
 
 
 def _changes(
@@ -249,16 +278,23 @@ def run_identity(job: RunContext) -> dict[str, Any]:
     """
     recipe = job.recipe
     return {
+        **_recipe_identity(recipe, job.tokenizer),
+        **(quantization(job.root.model) if has_adapter(recipe) else {}),
+    }
+
+
+def _recipe_identity(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The part of `run_identity` that needs no model."""
+    return {
         "precision": "bf16" if recipe.precision == "bf16" else WIDE,
         "global_train_batch_size": recipe.global_train_batch_size,
         "data.attend_across_documents": recipe.data.attend_across_documents,
-        "tokenizer": job.tokenizer.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
         "optimizer.name": recipe.optimizer.name,
         "optimizer.moments": "int8" if recipe.optimizer.moments == "int8" else None,
         "optimizer.disable_grad": recipe.optimizer.disable_grad,
         **model_identity(recipe.model),
         **_finetuning_identity(recipe),
-        **(quantization(job.root.model) if has_adapter(recipe) else {}),
     }
 
 

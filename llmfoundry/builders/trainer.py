@@ -18,7 +18,7 @@ from llmfoundry.builders.adapter import (
     lora_plus_ratio,
     train_new_rows,
 )
-from llmfoundry.builders.callbacks import build_callbacks
+from llmfoundry.builders.callbacks import build_callbacks, check_callbacks
 from llmfoundry.builders.data import RunData, few_rows_lines, learning_corpus, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
@@ -31,6 +31,7 @@ from llmfoundry.builders.model import (
     served_precision,
 )
 from llmfoundry.builders.preference import open_reference, with_places
+from llmfoundry.builders.preflight import check_inputs, check_sources
 from llmfoundry.builders.pretrained import MODEL, PretrainedModel, fit_vocabulary, model_yaml
 from llmfoundry.builders.registry import best_saved, registration
 from llmfoundry.builders.resume import (
@@ -66,7 +67,7 @@ from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
 from llmfoundry.files import write_json
-from llmfoundry.gauntlet.gauntlet import TaskAnswers
+from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
@@ -133,7 +134,8 @@ def build_trainer(
     fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe))
     # 2. Find the checkpoint to resume from, and open the data and its loader.
     start = find_start(recipe, run, world, note)
-    tokenizer, data, clock, loader = open_batches(recipe, world, note, pretrained)
+    tokenizer, gauntlet = check_run(recipe, start, world, note, pretrained)
+    data, clock, loader = open_batches(recipe, tokenizer, world, note)
     # 3. Build the model, with a microbatch that fits the memory.
     chosen = _fitted(recipe, fit, start, run, world, note)
     root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
@@ -164,7 +166,7 @@ def build_trainer(
         tracker=tracker,
         checkpointer=build_checkpointer(job, tracker, start),
         roll_back=roll_back,
-        evaluate=build_measure(job, tracker, resumed=state["batch"] > 0),
+        evaluate=build_measure(job, tracker, gauntlet, resumed=state["batch"] > 0),
         identity=identity,
         callbacks=[*build_callbacks(job), *additions.callbacks],
         memory=build_limit(job, module),
@@ -174,21 +176,37 @@ def build_trainer(
     return trainer, job
 
 
-def open_batches(
+def check_run(
     recipe: ResolvedTrainRecipe,
+    start: StartPoint,
     world: World,
     note: Callable[[str], None],
     pretrained: PretrainedModel | None = None,
-) -> tuple[Tokenizer, RunData, Clock, Loader]:
-    """Tokenizer and text of a run, its length, and the loader of its batches.
+) -> tuple[Tokenizer, Gauntlet | None]:
+    """Make the tokenizer, and run all checks that need no prepared data, cheapest first.
 
-    The model's vocabulary is settled in the recipe.
+    The size of the vocabulary is set in the recipe. Every process must call this.
+
+    Returns:
+        The tokenizer, and the tasks of the gauntlet except those of held-out text.
+
+    Raises:
+        UserError: the run would be refused later (`preflight`).
     """
+    check_callbacks(recipe, world.size)
+    check_sources(recipe, world)
     tokenizer = make_tokenizer(recipe, world, pretrained)
-    data = _open_data(recipe, tokenizer, world, note)
     settle_vocabulary(recipe, tokenizer, note)
+    return tokenizer, check_inputs(recipe, tokenizer, start, world, note)
+
+
+def open_batches(
+    recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World, note: Callable[[str], None]
+) -> tuple[RunData, Clock, Loader]:
+    """Return the data of a run, its length, and the loader of its batches."""
+    data = _open_data(recipe, tokenizer, world, note)
     clock = build_clock(recipe, data)
-    return tokenizer, data, clock, build_loader(recipe, data, clock, tokenizer, world)
+    return data, clock, build_loader(recipe, data, clock, tokenizer, world)
 
 
 def _own_loss(recipe: ResolvedTrainRecipe, additions: Additions) -> Objective | None:
@@ -426,7 +444,7 @@ def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
 
 
 def build_measure(
-    job: RunContext, tracker: Tracker, *, resumed: bool
+    job: RunContext, tracker: Tracker, gauntlet: Gauntlet | None, *, resumed: bool
 ) -> Callable[[int], dict[str, float]]:
     """Return `build_evaluate` of a run, whose gauntlet results are logged and recorded."""
 
@@ -438,7 +456,7 @@ def build_measure(
     config = job.recipe.eval
     if job.recipe.eval_first and not config.validation and config.gauntlet is None:
         job.note("eval_first: nothing is measured, as eval.validation and eval.gauntlet are off")
-    return build_evaluate(job, config, rows=rows, record=record, resumed=resumed)
+    return build_evaluate(job, config, gauntlet=gauntlet, rows=rows, record=record, resumed=resumed)
 
 
 def check_layout(recipe: ResolvedTrainRecipe, world: World) -> None:

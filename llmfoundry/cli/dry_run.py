@@ -17,14 +17,22 @@ from typing import Any
 import torch
 
 from llmfoundry.api.examine import check_models, with_addresses
+from llmfoundry.builders.callbacks import check_callbacks
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal, served_precision
 from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face
-from llmfoundry.builders.pretrained import open_base
+from llmfoundry.builders.preflight import check_inputs, check_sources, not_checked
+from llmfoundry.builders.pretrained import PretrainedModel, open_base
 from llmfoundry.builders.registry import find_address, is_version
-from llmfoundry.builders.resume import find_start
-from llmfoundry.builders.trainer import check_kernels, check_layout, sketch
+from llmfoundry.builders.resume import StartPoint, find_start
+from llmfoundry.builders.trainer import (
+    check_kernels,
+    check_layout,
+    make_tokenizer,
+    settle_vocabulary,
+    sketch,
+)
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import find_place, run_storage
 from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
@@ -80,7 +88,7 @@ from llmfoundry.recipe.before_training import (
     ResolvedPrepareRecipe,
 )
 from llmfoundry.recipe.checks import Clock, Duration
-from llmfoundry.recipe.data import DataConfig
+from llmfoundry.recipe.data import PRETRAINED, DataConfig
 from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
 from llmfoundry.recipe.hardware import Gpu, Hardware
@@ -118,20 +126,34 @@ def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> N
         raise UserError(f"--dry-run: {hardware}: only a training run is estimated for other GPUs")
     rows = list(plan_training(recipe, hardware) if is_training else PLANS[command](recipe))
     if int(os.environ.get("RANK", 0)) == 0:
-        last = ("dry run", "all of this was checked; nothing was written or started")
-        Console().banner([(label, public(value)) for label, value in [*rows, last]])
+        if all(label != "checked" for label, _ in rows):
+            rows.append(("checked", "the recipe, and what is listed above"))
+        rows.append(("dry run", "nothing was written or started"))
+        Console().banner([(label, public(value)) for label, value in rows])
 
 
 def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None) -> Rows:
     """A run of scripts/train.py or scripts/finetune.py, here or on other hardware."""
-    world, model = _world(recipe, hardware), None
+    world, model, pretrained = _world(recipe, hardware), None, None
     if isinstance(recipe, ResolvedFinetuneRecipe):
         if _is_on_hub(recipe):
             place = "" if is_url(str(recipe.base.pretrained)) else " of the hub"
             yield "model", f"{recipe.base.pretrained}{place}, fetched when the run begins"
             yield from _data(recipe)
+            yield "measured", _measured(recipe)
+            check_callbacks(recipe, world.size)
+            check_sources(recipe, _alone())
+            yield (
+                "checked",
+                "recipe, callbacks, files of the gauntlet, first document of each corpus",
+            )
+            yield (
+                "not checked",
+                "memory, chat template, rows and prompts, which need the model's files",
+            )
             return
-        yield "pretrained", open_base(recipe, _alone(), note=lambda line: None).summary
+        pretrained = open_base(recipe, _alone(), note=lambda line: None)
+        yield "pretrained", pretrained.summary
         model = sketch(recipe)
     recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
@@ -151,8 +173,8 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
         gpu=_timed_gpu(world, hardware),
     )
     rows, need = fit.microbatch, fit.need
-    begins = _begins(recipe)
-    yield "run", f"{recipe.save_folder}, begins {begins}"
+    start = _start(recipe)
+    yield "run", f"{recipe.save_folder}, begins {_begins(recipe, start)}"
     yield "model", _size(guessed, need)
     yield from _data(recipe)
     yield "length", _length(recipe)
@@ -171,6 +193,43 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
         )
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
+    check_callbacks(recipe, world.size)
+    yield from _inputs(recipe, pretrained, start)
+
+
+def _inputs(
+    recipe: ResolvedTrainRecipe, pretrained: PretrainedModel | None, start: StartPoint | None
+) -> Rows:
+    """Run the checks of a run before it prepares data, and say which could not be run here."""
+    recipe = copy.deepcopy(recipe)  # the vocabulary is settled in it
+    world = _alone()
+    check_sources(recipe, world)
+    checked = ["recipe", "layout", "memory", "first rows or document of each local source"]
+    missing = not_checked(recipe)
+    if start is None:
+        missing.append("the checkpoint in the store")
+    if _is_tokenizer_here(recipe):
+        tokenizer = make_tokenizer(recipe, world, pretrained)
+        settle_vocabulary(recipe, tokenizer, lambda line: None)
+        begin = start or StartPoint()
+        gauntlet = check_inputs(recipe, tokenizer, begin, world, lambda line: None, is_dry_run=True)
+        checked += ["tokenizer", "chat template"]
+        if gauntlet is not None:
+            checked.append("prompts of the gauntlet")
+            missing += [f"task {task.label} ({task.dataset_uri})" for task in gauntlet.waiting]
+    else:
+        learned = "is trained" if recipe.tokenizer.name == "train" else "is fetched"
+        missing.append(f"chat template and prompts, for which the tokenizer {learned} first")
+    yield "checked", ", ".join(checked)
+    yield "not checked", ", ".join([*missing, "later rows and documents"])
+
+
+def _is_tokenizer_here(recipe: ResolvedTrainRecipe) -> bool:
+    """Whether the tokenizer can be had without training or downloading it."""
+    config = recipe.tokenizer
+    if config.name == "huggingface":
+        return Path(str(config.path)).expanduser().exists()
+    return config.name in ("bytes", PRETRAINED)
 
 
 def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
@@ -190,14 +249,20 @@ def _timed_gpu(world: World, hardware: Hardware | None) -> Gpu | None:
     return hardware.gpu if hardware.is_timed else None
 
 
-def _begins(recipe: ResolvedTrainRecipe) -> str:
-    """Where a run would begin; of one in a store no more is read than the names."""
+def _start(recipe: ResolvedTrainRecipe) -> StartPoint | None:
+    """The checkpoint that a run would begin with; None: the run is in a store."""
     if is_url(recipe.save_folder):
+        return None
+    return find_start(recipe, run_storage(recipe), _alone(), lambda line: None)
+
+
+def _begins(recipe: ResolvedTrainRecipe, start: StartPoint | None) -> str:
+    """Where a run would begin; of one in a store no more is read than the names."""
+    if start is None:
         run = run_storage(recipe)
         newest = next(filter(run.has_commit, run.checkpoints()), None)
         return "at batch 0" if newest is None else f"from {run.shown(newest)}"
-    start = find_start(recipe, run_storage(recipe), _alone(), lambda line: None).checkpoint
-    return "at batch 0" if start is None else f"from {start}"
+    return "at batch 0" if start.checkpoint is None else f"from {start.checkpoint}"
 
 
 def _world(recipe: TrainRecipe, hardware: Hardware | None) -> World:

@@ -94,6 +94,25 @@ def _unpack_task(
 
 
 @dataclass(frozen=True)
+class _ReadTask:
+    """A task that was read.
+
+    Attributes:
+        task: the task's settings.
+        tokenized: the task with each of its numbers of few-shot examples; empty without rows.
+        alias_notes: notes about aliases that can never match.
+        missing: why there are no rows.
+        without_text: why there is no held-out text to make rows of.
+    """
+
+    task: TaskConfig
+    tokenized: Sequence[_TokenizedTask] = ()
+    alias_notes: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    without_text: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class _Selection:
     """The questions of one evaluation: a share of each task's questions, and their requests."""
 
@@ -158,61 +177,107 @@ class Gauntlet:
         settings: PromptSettings,
         *,
         validation_texts: Callable[[], list[str]] | None,
-        cache_folder: Path,
+        cache_folder: Path | None,
         say: Callable[[str], None],
         fetching: FetchOptions | None = None,
         once: Once = here,
+        waits: Callable[[TaskConfig], bool] = lambda task: False,
     ) -> None:
-        """Read, check and tokenize all tasks.
+        """Read, check and tokenize all tasks, except those that wait.
 
         Args:
             path: the gauntlet file.
             settings: how tasks become prompts.
             validation_texts: returns the run's held-out documents; called only if a task needs
                 them. None: the model has no run.
-            cache_folder: folder of the prompt cache.
+            cache_folder: folder of the prompt cache; None: nothing is written.
             say: logs a line; called when a cached file is damaged.
             fetching: credentials and retries for remote rows; unset: those of the environment.
             once: runs a function on one rank and returns its result on all ranks.
+            waits: whether a task is left for `add_held_out`.
 
         Raises:
             UserError: every mistake in the file, or the mistakes in the first task with bad rows.
         """
         self._file = once(lambda: read_gauntlet(path))
-        self._settings, self._fetching = settings, fetching
+        self._settings, self._fetching, self._once = settings, fetching, once
         self._texts, self._cache, self._say = validation_texts, cache_folder, say
-        self._tokenized: list[_TokenizedTask] = []
+        self._read: dict[int, _ReadTask] = {}
         self._harness: list[tuple[TaskConfig, int, HarnessTasks]] = []
 
-        # read and tokenize each task; tasks without rows are collected
-        alias_notes: list[str] = []
-        missing, without_text, skipped = list[str](), list[str](), list[TaskConfig]()
-        for task in self._file.tasks:
+        # read and tokenize each task that need not wait
+        for number, task in enumerate(self._file.tasks):
             if task.dataset_uri.startswith(PREFIX):
                 self._harness += _harness_tasks(task, settings.rows)
-                continue
-            try:
-                tokenized, task_notes = once(partial(self._prepare, task))
-            except RowsNotFound as error:
-                problems = without_text if isinstance(error, NoHeldOutText) else missing
-                problems += error.problems
-                skipped.append(task)
-                continue
-            self._tokenized += tokenized
-            alias_notes += task_notes
+            elif not waits(task):
+                self._read[number] = self._read_task(task)
+        missing = [line for read in self._read.values() for line in read.missing]
         if missing and not settings.allow_missing:
             raise UserError(*missing)
+        self._settle()
 
-        # compare the categories' benchmarks with the tasks, and collect all warnings
+    def add_held_out(self, validation_texts: Callable[[], list[str]] | None) -> list[str]:
+        """Read and tokenize the tasks that wait for the run's held-out text.
+
+        All ranks must call it.
+
+        Args:
+            validation_texts: as in the constructor.
+
+        Returns:
+            Problems that were not known before.
+
+        Raises:
+            UserError: a task cannot be made of the text.
+        """
+        self._texts = validation_texts
+        known = set(self.problems)
+        for number, task in enumerate(self._file.tasks):
+            if number not in self._read and not task.dataset_uri.startswith(PREFIX):
+                self._read[number] = self._read_task(task)
+        self._settle()
+        return [problem for problem in self.problems if problem not in known]
+
+    @property
+    def waiting(self) -> list[TaskConfig]:
+        """Tasks that are not read yet."""
+        return [
+            task
+            for number, task in enumerate(self._file.tasks)
+            if number not in self._read and not task.dataset_uri.startswith(PREFIX)
+        ]
+
+    def _read_task(self, task: TaskConfig) -> _ReadTask:
+        """Read and tokenize a task on one rank; a task without rows is a line."""
+        try:
+            tokenized, alias_notes = self._once(partial(self._prepare, task))
+        except NoHeldOutText as error:
+            return _ReadTask(task, without_text=error.problems)
+        except RowsNotFound as error:
+            return _ReadTask(task, missing=error.problems)
+        return _ReadTask(task, tokenized, alias_notes)
+
+    def _settle(self) -> None:
+        """Compare the categories' benchmarks with the tasks, and collect all warnings."""
         gauntlet = self._file.gauntlet
+        reads = [read for _, read in sorted(self._read.items())]
+        self._tokenized = [tokenized for read in reads for tokenized in read.tokenized]
+        missing = [line for read in reads for line in read.missing]
+        without_text = [line for read in reads for line in read.without_text]
+        without_rows = [read.task for read in reads if not read.tokenized]
+        without_rows += self.waiting
+
         blanks = [tokenized.blank for tokenized in self._tokenized]
         self._baselines = list(wrong_baselines(gauntlet, blanks))
         all_tasks = [*blanks, *(_empty_result(task, shots) for task, shots, _ in self._harness)]
-        all_tasks += [_empty_result(task, shots) for task in skipped for shots in task.num_fewshot]
+        all_tasks += [
+            _empty_result(task, shots) for task in without_rows for shots in task.num_fewshot
+        ]
         self._skipped = [*missing, *without_text]
         absent = [*self._skipped, *missing_benchmarks(gauntlet, all_tasks)]
         absent += _unknown_chance(gauntlet, {task.label for task, *_ in self._harness})
         row_notes = missing_rows(blanks, members_of(gauntlet))
+        alias_notes = [note for read in reads for note in read.alias_notes]
         self.problems = [
             *self._file.notes,
             *absent,

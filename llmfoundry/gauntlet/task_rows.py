@@ -217,6 +217,17 @@ def read_source(
             yield from _lines(show(path), _read(path, key))
 
 
+def is_held_out(task: TaskConfig) -> bool:
+    """Return whether the rows are made of a run's held-out text."""
+    return task.dataset_uri.startswith(HELD_OUT)
+
+
+def is_remote(task: TaskConfig) -> bool:
+    """Return whether the rows are downloaded."""
+    uri = task.dataset_uri
+    return "://" in uri and not uri.startswith((GENERATED, HELD_OUT, CHAT_ADDRESS))
+
+
 def check_source(task: TaskConfig, *, gauntlet_path: Path) -> None:
     """Check a task's dataset_uri without reading any rows.
 

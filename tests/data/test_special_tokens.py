@@ -20,6 +20,7 @@ from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.preparation.prepare import prepare_corpus
 from llmfoundry.data.preparation.write_part import split_text
 from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import DataConfig, TokenizerConfig
 from tests.data.test_prepare_output import folder, recipe, samples, split
@@ -211,9 +212,10 @@ def test_the_gauntlet_asks_a_run_as_it_was_trained(
         evaluation, "read_tasks", lambda config, asking, **more: asked.append(asking)
     )
     for kind, (_, form, (start, _)) in KINDS.items():
-        job = MagicMock(tokenizer=Tokenizer.load(saved[kind]))
-        job.recipe.data = DataConfig()
-        evaluation.build_gauntlet(job, MagicMock(), generate=False, is_trained=True)
+        recipe = MagicMock(data=DataConfig(), max_seq_len=64)
+        recipe.model.learned_pos_emb = False
+        tokenizer = Tokenizer.load(saved[kind])
+        evaluation.open_gauntlet(recipe, MagicMock(), tokenizer, ALONE, print)
         special = asked[-1].special
         assert list(special.start) == start and bool(special.before) == (form.find("$A") > 0)
         exported = HuggingFaceTokenizer(kind, AutoTokenizer.from_pretrained(saved[kind]))

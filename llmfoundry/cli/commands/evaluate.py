@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmfoundry.api.examine import PAGE, Examined, check_models, examine
+from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model_layout import join_layout
 from llmfoundry.checkpoint.record_sync import send_files
 from llmfoundry.distributed.process_group import relaunch
@@ -16,6 +17,7 @@ from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.loggers.writers import log_evaluation
 from llmfoundry.recipe.after_training import EvalRecipe
+from llmfoundry.recipe.eval import EvalConfig
 from llmfoundry.recipe.paths import show
 
 DIFFERENCES = "differences.json"
@@ -30,6 +32,7 @@ def evaluate(recipe: EvalRecipe) -> None:
         SystemExit: 1, where tasks were asked and not one of them has a score.
     """
     check_models(recipe)
+    check_gauntlet(recipe.eval or EvalConfig())
     relaunch(recipe.parallel)
     with join_layout(recipe.parallel) as (world, layout):
         console, examined = Console(is_main=world.is_main), list[Examined]()

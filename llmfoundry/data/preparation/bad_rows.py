@@ -139,8 +139,13 @@ class BadRows:
         """Return the number of bad rows."""
         return sum(kind.count for kind in self.kinds.values())
 
-    def check(self, key: str, rows: int) -> None:
+    def check(self, key: str, rows: int, which: str = "") -> None:
         """Raise one error for all bad rows, if there are any.
+
+        Args:
+            key: recipe key of the source.
+            rows: number of rows that were read.
+            which: which rows these are, if they are not all: "the first ".
 
         Raises:
             BadRowsError: one line per kind, the most frequent first.
@@ -151,8 +156,8 @@ class BadRows:
         if kinds:
             many = f", for {len(kinds)} reasons" if len(kinds) > 1 else ""
             raise BadRowsError(
-                f"{key}: {self.count:,} of {rows:,} rows cannot be used{many}; correct them, or"
-                f" leave them out: {drop}",
+                f"{key}: {self.count:,} of {which}{rows:,} rows cannot be used{many};"
+                f" correct them, or leave them out: {drop}",
                 *(f"{kind.places[0]}: {kind.why}{_others(kind)}" for kind in kinds),
             )
 

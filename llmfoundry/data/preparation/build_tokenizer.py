@@ -41,14 +41,21 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
         UserError: the tokenizer cannot be loaded, or a setting does not fit it.
     """
     config = _with_defaults(config)
+    if config.name == "train":  # refuse the template before the corpus is read
+        _set_chat(Tokenizer(bytes_backend(), END_OF_TEXT), config, data)
     tokenizer = _KINDS[config.name](config, data, progress)
     tokenizer.split_special_tokens = config.split_special_tokens
+    _set_chat(tokenizer, config, data)
+    return tokenizer
+
+
+def _set_chat(tokenizer: Tokenizer, config: TokenizerConfig, data: DataConfig) -> None:
+    """Give a tokenizer the recipe's chat template and its variables."""
     if config.chat_template is not None:
         trusted = config.trust_chat_template
         tokenizer.use_chat_template(config.chat_template, is_trusted=trusted)
     if data.chat_template_kwargs:
         tokenizer.set_chat_variables(data.chat_template_kwargs, key="data.chat_template_kwargs")
-    return tokenizer
 
 
 def tokenizer_summary(tokenizer: Tokenizer, config: TokenizerConfig) -> str:

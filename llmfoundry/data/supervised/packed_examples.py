@@ -144,6 +144,20 @@ def open_rows(
         ) from error
 
 
+def check_lengths(store: ExampleStore, options: PackOptions, token_bytes: np.ndarray) -> None:
+    """Check the examples of a store without packing them.
+
+    Raises:
+        UserError: an example is too long or has no token in the loss, and the recipe treats this as
+            an error.
+    """
+    kept, counts = np.ones(len(store.examples), bool), ExampleCounts()
+    cut = cut_lengths(store.lengths, store.facts.per_example, options.seq_len)
+    _handle_too_long(store, options, cut, kept, counts)
+    learned, _, _ = _learned(store, cut, token_bytes)
+    _handle_nothing_learned(store, options, learned, kept, counts)
+
+
 def cut_lengths(lengths: np.ndarray, per_example: int, seq_len: int) -> np.ndarray:
     """Return the truncated lengths of documents, so that each example fits into a sequence.
 

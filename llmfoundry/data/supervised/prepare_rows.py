@@ -80,6 +80,26 @@ def prepare_rows(config: DataConfig, key: str, tokenizer: Tokenizer, *, seed: in
     return store
 
 
+def prepare_first_rows(
+    config: DataConfig, key: str, tokenizer: Tokenizer, folder: Path, *, seed: int, most: int
+) -> ExampleStore:
+    """Return the encoded first rows of a source, to check them before all rows are prepared.
+
+    Args:
+        config: data source.
+        key: recipe key of the source, for errors.
+        tokenizer: tokenizer with its chat template.
+        folder: empty folder for the store.
+        seed: seed of generated instructions.
+        most: maximum number of rows.
+
+    Raises:
+        UserError: the source cannot be read, or the template rejects a row.
+    """
+    _Plan(config, key, tokenizer, seed).build(folder, most)
+    return ExampleStore(folder)
+
+
 class _Plan:
     """Source, row reader and encoder of one preparation."""
 
@@ -120,19 +140,23 @@ class _Plan:
             "chat_eos": config.supervised.chat_eos,
         }
 
-    def build(self, folder: Path) -> None:
-        """Read, render and encode all rows."""
+    def build(self, folder: Path, most: int | None = None) -> None:
+        """Read, render and encode all rows, or the first `most` rows in this process."""
+        config = self._config
         work = _Work(self._reader, self._options, self._encoder, self._key, folder)
-        if self._config.name == INSTRUCTIONS:
-            config = self._config
-            generated = _generated(config, self._key, self._seed)
+        facts = ExampleStoreFacts(self._reader.format, ["instructions"])
+        if config.name == INSTRUCTIONS:
+            generated = islice(_generated(config, self._key, self._seed), most)
             parts = [work.make(0, lambda on_bad_row: generated)]
-            facts = ExampleStoreFacts(self._reader.format, ["instructions"])
         else:
             work = replace(work, corpus=self._corpus)
-            with local_engine(self._config.num_workers) as run:
-                parts = sorted(run(work, cut_tasks(self._corpus)), key=lambda part: part[0])
-            facts = ExampleStoreFacts(self._reader.format, work.sources)
+            tasks = cut_tasks(self._corpus)
+            if most is not None:
+                parts = [work.make(0, lambda on_bad_row: islice(work.all(tasks, on_bad_row), most))]
+            else:
+                with local_engine(config.num_workers) as run:
+                    parts = sorted(run(work, tasks), key=lambda part: part[0])
+            facts.sources = work.sources
             facts.ignored, facts.hidden = self._corpus.ignored, self._corpus.hidden
         facts.per_example = 2 if self._reader.format == "preference" else 1
         for _, part in parts:
@@ -204,6 +228,11 @@ class _Work:
         facts.unread = dict(self.reader.unread)
         _arrays(encoded).write(self.part(number))
         return number, facts
+
+    def all(self, tasks: Sequence[PartitionTask], on_bad_row: OnBadRow) -> Iterator[_Read]:
+        """Yield the rows of several tasks."""
+        for task in tasks:
+            yield from self._rows(task, on_bad_row)
 
     def _rows(self, task: PartitionTask, on_bad_row: OnBadRow) -> Iterator[_Read]:
         """Yield the rows of a task, numbered within their file."""

@@ -54,7 +54,7 @@ def cached_questions(
     shots: int,
     settings: PromptSettings,
     *,
-    folder: Path,
+    folder: Path | None,
     say: Callable[[str], None],
     keep: Sequence[int] | None = None,
 ) -> list[Question]:
@@ -67,15 +67,18 @@ def cached_questions(
         task: its label, scoring and source do not matter, so tasks with equal prompts share a file.
         shots: number of few-shot examples.
         settings: prompt mode, tokenizer (identified by its fingerprint) and lengths.
-        folder: folder of the cache.
+        folder: folder of the cache; None: nothing is read or written.
         say: called with a warning if a file is damaged; the file is computed again.
         keep: indices of the rows; None: all rows.
 
     Raises:
         UserError: as `questions`, or `folder` cannot be written.
     """
-    # the key: everything that determines the questions
     settings = settings.of(task)
+    if folder is None:
+        return questions(rows, task, shots, settings, keep=keep)
+
+    # the key: everything that determines the questions
     chat = settings.chat
     optional_facts: dict[str, Any] = {}
     if chat is not None and uses_chat(rows, chat):
