@@ -8,7 +8,8 @@ from typing import overload
 from llmfoundry.api.model import this_process, to_stderr
 from llmfoundry.api.recipes import Overrides, checked_recipe
 from llmfoundry.builders.pretrained import open_base
-from llmfoundry.builders.trainer import make_tokenizer, open_batches, settle_vocabulary
+from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
+from llmfoundry.builders.trainer import open_batches
 from llmfoundry.data.loader import Loader
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.ops.packed_layout import Batch

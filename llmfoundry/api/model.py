@@ -18,7 +18,7 @@ from llmfoundry.builders.model import build_root, served_precision
 from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.registry import find_address
-from llmfoundry.builders.trainer import make_tokenizer, settle_vocabulary
+from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World, choose_device
 from llmfoundry.errors import UserError

@@ -1,9 +1,8 @@
 """Checks of a training run that need no prepared data and no weights.
 
-Entry points: `check_sources`, before a tokenizer is trained, and `check_inputs`, with the
-tokenizer. `build_trainer` calls them before it prepares data, builds the model or loads weights,
-and `--dry-run` calls the same functions. The order is that of cost: what the recipe, the tokenizer,
-the chat template and the first rows show is refused before anything expensive.
+Entry point: `check_run`, which `build_trainer` calls before it prepares data, builds the model or
+loads weights. `--dry-run` calls the same functions. The order is that of cost: what the recipe, the
+tokenizer, the chat template and the first rows show is refused before anything expensive.
 """
 
 from __future__ import annotations
@@ -11,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from llmfoundry.builders.callbacks import check_callbacks
 from llmfoundry.builders.data import is_measured
 from llmfoundry.builders.evaluation import open_gauntlet
+from llmfoundry.builders.pretrained import PretrainedModel
 from llmfoundry.builders.resume import StartPoint, check_start
+from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.data.order import ONLY, stream_key
 from llmfoundry.data.preparation.bad_rows import BadRowsError
 from llmfoundry.data.preparation.corpus import Corpus
@@ -29,6 +31,30 @@ from llmfoundry.recipe.source import INSTRUCTIONS, SourceConfig, under_key
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 _HERE = ("python_stdlib", INSTRUCTIONS)  # sources that every machine has
+
+
+def check_run(
+    recipe: ResolvedTrainRecipe,
+    start: StartPoint,
+    world: World,
+    note: Callable[[str], None],
+    pretrained: PretrainedModel | None = None,
+) -> tuple[Tokenizer, Gauntlet | None]:
+    """Make the tokenizer, and run all checks that need no prepared data, cheapest first.
+
+    The size of the vocabulary is set in the recipe. Every process must call this.
+
+    Returns:
+        The tokenizer, and the tasks of the gauntlet except those of held-out text.
+
+    Raises:
+        UserError: the run would be refused later.
+    """
+    check_callbacks(recipe, world.size)
+    check_sources(recipe, world)
+    tokenizer = make_tokenizer(recipe, world, pretrained)
+    settle_vocabulary(recipe, tokenizer, note)
+    return tokenizer, check_inputs(recipe, tokenizer, start, world, note)
 
 
 def check_sources(recipe: ResolvedTrainRecipe, world: World) -> None:

@@ -16,10 +16,9 @@ from llmfoundry.builders.adapter import (
     adapt,
     has_adapter,
     lora_plus_ratio,
-    train_new_rows,
 )
-from llmfoundry.builders.callbacks import build_callbacks, check_callbacks
-from llmfoundry.builders.data import RunData, few_rows_lines, learning_corpus, open_data
+from llmfoundry.builders.callbacks import build_callbacks
+from llmfoundry.builders.data import RunData, few_rows_lines, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
 from llmfoundry.builders.model import (
@@ -31,8 +30,8 @@ from llmfoundry.builders.model import (
     served_precision,
 )
 from llmfoundry.builders.preference import open_reference, with_places
-from llmfoundry.builders.preflight import check_inputs, check_sources
-from llmfoundry.builders.pretrained import MODEL, PretrainedModel, fit_vocabulary, model_yaml
+from llmfoundry.builders.preflight import check_run
+from llmfoundry.builders.pretrained import MODEL, PretrainedModel, model_yaml
 from llmfoundry.builders.registry import best_saved, registration
 from llmfoundry.builders.resume import (
     StartPoint,
@@ -49,7 +48,7 @@ from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePoli
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.data.loader import Loader, SequenceFormat
 from llmfoundry.data.order import Mixture, Phase
-from llmfoundry.data.preparation.build_tokenizer import build_tokenizer, tokenizer_summary
+from llmfoundry.data.preparation.build_tokenizer import tokenizer_summary
 from llmfoundry.data.sources import tokens_left_out
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.activation_checkpoint import check_compiler, check_format
@@ -90,12 +89,10 @@ from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.choice_table import load_code
-from llmfoundry.recipe.data import PRETRAINED
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.loss import LOSSES
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_size, recomputation
-from llmfoundry.recipe.source import under_key
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.objective import CROSS_ENTROPY, Objective
@@ -174,30 +171,6 @@ def build_trainer(
     )
     _open_record(trainer, job, tracker)
     return trainer, job
-
-
-def check_run(
-    recipe: ResolvedTrainRecipe,
-    start: StartPoint,
-    world: World,
-    note: Callable[[str], None],
-    pretrained: PretrainedModel | None = None,
-) -> tuple[Tokenizer, Gauntlet | None]:
-    """Make the tokenizer, and run all checks that need no prepared data, cheapest first.
-
-    The size of the vocabulary is set in the recipe. Every process must call this.
-
-    Returns:
-        The tokenizer, and the tasks of the gauntlet except those of held-out text.
-
-    Raises:
-        UserError: the run would be refused later (`preflight`).
-    """
-    check_callbacks(recipe, world.size)
-    check_sources(recipe, world)
-    tokenizer = make_tokenizer(recipe, world, pretrained)
-    settle_vocabulary(recipe, tokenizer, note)
-    return tokenizer, check_inputs(recipe, tokenizer, start, world, note)
 
 
 def open_batches(
@@ -367,28 +340,6 @@ def _open_record(trainer: Trainer, job: RunContext, tracker: Tracker) -> None:
                 tracker.keep_event("bad_rows", line, "left out", step=None, action="drop")
 
 
-def make_tokenizer(
-    recipe: ResolvedTrainRecipe, world: World, pretrained: PretrainedModel | None = None
-) -> Tokenizer:
-    """Return the recipe's tokenizer; `train` is trained on the recipe's corpora."""
-    if recipe.tokenizer.name == PRETRAINED:
-        assert pretrained is not None, "checked by the recipe"
-        tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
-        tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
-        if recipe.tokenizer.chat_template is not None:
-            room = None if pretrained.may_grow else rows - tokenizer.vocab_size
-            choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
-            tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
-        if variables := recipe.data.chat_template_kwargs:
-            tokenizer.set_chat_variables(variables, key="data.chat_template_kwargs")
-        return tokenizer
-    learns = recipe.tokenizer.name == "train"
-    data = learning_corpus(recipe.data) if learns else recipe.data
-    build = partial(build_tokenizer, recipe.tokenizer, data, progress=True)
-    with under_key("data.streams.NAME" if recipe.data.streams else "data"):
-        return on_rank0(world, build, patient=True)
-
-
 @enough_memory(
     "model: its weights ran out of memory; write a smaller one, or spread it with"
     " parallel.data_parallel_shard_degree"
@@ -499,24 +450,6 @@ def _check_float8(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
     reason = None if recipe.fp8_emulate else float8_refusal(device)
     if reason is not None:
         raise UserError(f"precision: amp_fp8: {reason}")
-
-
-def settle_vocabulary(
-    recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
-) -> None:
-    """Set vocab_size to the tokenizer's number of tokens, or check the recipe's value."""
-    if isinstance(recipe, ResolvedFinetuneRecipe):
-        rows = recipe.model.vocab_size
-        fit_vocabulary(recipe.model, tokenizer, recipe.base)
-        if tokenizer.template_tokens or recipe.model.vocab_size != rows:
-            train_new_rows(recipe, note)
-    recipe.model.fill(vocab_size=tokenizer.vocab_size)
-    size = recipe.model.vocab_size
-    if size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
-            " write at least that, or remove it"
-        )
 
 
 def build_clock(recipe: ResolvedTrainRecipe, data: RunData) -> Clock:

@@ -26,11 +26,10 @@ from llmfoundry.builders.preflight import check_inputs, check_sources, not_check
 from llmfoundry.builders.pretrained import PretrainedModel, open_base
 from llmfoundry.builders.registry import find_address, is_version
 from llmfoundry.builders.resume import StartPoint, find_start
+from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.builders.trainer import (
     check_kernels,
     check_layout,
-    make_tokenizer,
-    settle_vocabulary,
     sketch,
 )
 from llmfoundry.checkpoint.object_storage import is_url

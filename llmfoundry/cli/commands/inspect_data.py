@@ -21,7 +21,8 @@ import torch
 
 from llmfoundry.builders.data import RunData, open_data
 from llmfoundry.builders.pretrained import open_base
-from llmfoundry.builders.trainer import build_clock, build_loader, build_phases, make_tokenizer
+from llmfoundry.builders.tokenizer import make_tokenizer
+from llmfoundry.builders.trainer import build_clock, build_loader, build_phases
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.object_storage import find_run, is_url
 from llmfoundry.checkpoint.storage import Storage

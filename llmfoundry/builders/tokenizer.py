@@ -1,0 +1,62 @@
+"""Tokenizer of a run, and the rows of the embedding for its tokens.
+
+`check_run` (`preflight.py`) and the Python API call both functions before data is prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from llmfoundry.builders.adapter import train_new_rows
+from llmfoundry.builders.data import learning_corpus
+from llmfoundry.builders.pretrained import PretrainedModel, fit_vocabulary
+from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
+from llmfoundry.data.text.tokenizer import Tokenizer
+from llmfoundry.distributed.collectives import on_rank0
+from llmfoundry.distributed.process_group import World
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.data import PRETRAINED
+from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.source import under_key
+from llmfoundry.recipe.train import ResolvedTrainRecipe
+
+
+def make_tokenizer(
+    recipe: ResolvedTrainRecipe, world: World, pretrained: PretrainedModel | None = None
+) -> Tokenizer:
+    """Return the recipe's tokenizer; `train` is trained on the recipe's corpora."""
+    if recipe.tokenizer.name == PRETRAINED:
+        assert pretrained is not None, "checked by the recipe"
+        tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
+        tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+        if recipe.tokenizer.chat_template is not None:
+            room = None if pretrained.may_grow else rows - tokenizer.vocab_size
+            choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
+            tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
+        if variables := recipe.data.chat_template_kwargs:
+            tokenizer.set_chat_variables(variables, key="data.chat_template_kwargs")
+        return tokenizer
+    learns = recipe.tokenizer.name == "train"
+    data = learning_corpus(recipe.data) if learns else recipe.data
+    build = partial(build_tokenizer, recipe.tokenizer, data, progress=True)
+    with under_key("data.streams.NAME" if recipe.data.streams else "data"):
+        return on_rank0(world, build, patient=True)
+
+
+def settle_vocabulary(
+    recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
+) -> None:
+    """Set vocab_size to the tokenizer's number of tokens, or check the recipe's value."""
+    if isinstance(recipe, ResolvedFinetuneRecipe):
+        rows = recipe.model.vocab_size
+        fit_vocabulary(recipe.model, tokenizer, recipe.base)
+        if tokenizer.template_tokens or recipe.model.vocab_size != rows:
+            train_new_rows(recipe, note)
+    recipe.model.fill(vocab_size=tokenizer.vocab_size)
+    size = recipe.model.vocab_size
+    if size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
+            " write at least that, or remove it"
+        )
