@@ -133,6 +133,7 @@ def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) 
     Raises:
         UserError: the rows cannot be trained.
     """
+    # class of transformers
     adapter = recipe.adapter
     if isinstance(recipe.model, HFModelConfig):
         if adapter.name == "none":
@@ -141,6 +142,8 @@ def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) 
             "adapter.name: lora on a model of transformers' class does not train the rows of new"
             " tokens; write none, or tokenizer.chat_template: zephyr, which adds no tokens"
         )
+
+    # full fine-tuning: the tables must not be frozen
     tied = recipe.model.tie_word_embeddings
     tables = ["wte"] if tied else ["wte", "lm_head"]
     if adapter.name == "none":
@@ -150,6 +153,8 @@ def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) 
                 f"freeze: {frozen[0]} gains rows for new tokens, which must train; leave it out"
             )
         return
+
+    # a pretrained adapter cannot be extended
     if adapter.pretrained is not None:
         from llmfoundry.hf.peft.names import read_config
 
@@ -160,6 +165,8 @@ def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) 
             "adapter.pretrained: does not train the rows of new tokens; merge it first by"
             " scripts/convert.py to=hf, and write its output as model.pretrained"
         )
+
+    # a new adapter: train the tables in full next to it
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     trained = [*adapter.modules_to_save, *targets]
     missing = [table for table in tables if not any(matches(p, table) for p in trained)]

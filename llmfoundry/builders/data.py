@@ -227,6 +227,8 @@ def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> 
     steps = "1 step" if total == 1 else f"{total:,} steps"
     max_duration = Duration.parse(recipe.max_duration)
     smaller = max(1, rows // _STEPS)
+
+    # length of the run
     if rows < batch:
         yield (
             f"global_train_batch_size: {batch:,}, but there are {rows:,} rows of"
@@ -238,11 +240,15 @@ def few_rows_lines(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> 
             f"max_duration: {max_duration} of {rows:,} rows is {steps}; write a longer one, or"
             f" global_train_batch_size={smaller}"
         )
+
+    # repetition
     if epochs > _EPOCHS:
         yield (
             f"max_duration: {max_duration} reads each of {rows:,} rows {epochs:,.0f} times, until"
             f" they are known by heart; write max_duration={_WORTH}ep, or add data"
         )
+
+    # size of the held-out text
     n_bytes = data.validation.n_bytes if recipe.eval.validation else _HELD_OUT_BYTES
     if not n_bytes:
         yield "eval.validation: nothing could be held out, so no loss of it is measured; add data"
@@ -273,12 +279,15 @@ class _Opening:
 
     def held_out(self, config: StreamConfig) -> HeldOut:
         """Open held-out shards or supervised examples."""
+        # supervised examples
         if config.is_supervised:
             opened = partial(self._validation_rows, config)
             rows, lines, bad_rows = on_each_machine(self._world, opened, patient=True)
             self.notes += lines
             self.bad_rows += bad_rows
             return rows
+
+        # shards: rank 0 reads the index and inspects samples
         split = on_rank0(self._world, lambda: self._held_out_split(config))
         config = replace(config, split=split)
         key, folder = "data.validation", open_shards(config, self._options)
@@ -293,6 +302,8 @@ class _Opening:
 
         index, lines = on_rank0(self._world, find)
         self.notes += lines
+
+        # every rank opens the shards with that index
         source = open_source("validation", key, folder, index, reading)
         if isinstance(source, TokenSource) and source.dataset.n_tokens < 2:
             raise UserError(f"{key}: its text has no token to predict; name other text")
@@ -415,11 +426,14 @@ class _Opening:
                 return _Probed(index, bytes_per_token=ratio, cut=cut)
             return _Probed(index, bytes_per_token=source.dataset.n_bytes / source.dataset.n_tokens)
 
+        # rank 0 inspects the shards; every rank then opens them
         probed = on_rank0(self._world, find)
         source = opened(probed.index)
         if isinstance(source, MDSTexts):
             assert probed.probe is not None
             return self._packed(source, probed.probe)
+
+        # describe the stream
         assert probed.bytes_per_token is not None
         line = f"{stream_key(name)}: {source.n_rows:,} rows in {len(source.sizes):,} shards"
         if isinstance(source, MDSTokens):

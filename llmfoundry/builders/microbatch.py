@@ -199,6 +199,7 @@ def _measure(
     request: ProbeRequest, measurements: ProbeResults, world: World, note: Callable[[str], None]
 ) -> str:
     """Try sizes in one group of processes, and add to `found`; return why it failed, or ""."""
+    # run one probe process per rank
     port = on_rank0(world, _free_port)
     host = on_rank0(world, own_host)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-probe-") as folder:
@@ -213,11 +214,15 @@ def _measure(
         status = process.returncode
         words = " ".join(_read_text(Path(folder) / STDERR).split())[-200:]
         results = _results(request.results)
+
+    # a size fits if it fits on all ranks
     every = all_gather_object(world, (results, status, words))
     fits = [n for n in request.sizes if all(n in theirs for theirs, _, _ in every)]
     for n in fits:
         measurements.peaks[n] = max(theirs[n][0] for theirs, _, _ in every)
         measurements.seconds[n] = max(theirs[n][1] for theirs, _, _ in every)
+
+    # the first size that ran out of memory, or another failure
     short = [n for n in request.sizes if n not in fits]
     if short and any(status == SHORT for _, status, _ in every):
         measurements.too_large[short[0]] = request.available

@@ -96,16 +96,21 @@ def open_base(
     Raises:
         UserError: the model does not exist or does not fit the recipe.
     """
+    # replace names of registered versions by addresses
     user_recipe = recipe.user_recipe
     look = partial(find_address, world=world, uri=user_recipe.logger.tracking_uri, note=note)
     recipe.base.pretrained = look(str(recipe.base.pretrained), "model.pretrained")
     if recipe.adapter.pretrained is not None:
         address = look(recipe.adapter.pretrained, "adapter.pretrained")
         recipe.adapter.pretrained = user_recipe.adapter.pretrained = address
+
+    # open the model
     asked = recipe.base
     options = FetchOptions.from_config(recipe.data)
     pretrained = open_pretrained(asked, world, note=note, options=options)
     pretrained = replace(pretrained, may_grow=asked.resize_embeddings)
+
+    # adapt its shape to the recipe
     config = pretrained.config
     if config.learned_pos_emb and recipe.max_seq_len > config.max_seq_len:
         raise UserError(

@@ -69,6 +69,7 @@ def find_start(
         UserError: the folder has a run that the recipe does not allow to resume.
         NoRestart: checkpoints are missing that the run's supervisor knows to be saved.
     """
+    # may this run resume?
     limits, existing = on_rank0(world, resume_limits), on_rank0(world, run.checkpoints)
     _refuse_vanished(run, existing, limits)
     if existing and not (recipe.autoresume or recipe.save_overwrite):
@@ -76,6 +77,8 @@ def find_start(
             f"save_folder: {run} holds checkpoints of an earlier run; write"
             " autoresume=true to resume it, save_overwrite=true to delete it, or another run_name"
         )
+
+    # the run's newest complete checkpoint
     if existing and not recipe.save_overwrite:
         refused: list[str] = []
         newest = find_checkpoint(run, note=refused.append, world=world, until=limits.until)
@@ -91,6 +94,8 @@ def find_start(
         on_rank0(world, lambda: _refuse_to_begin(run, existing, refused))
         if world.is_main:
             note("its first save was interrupted: there is nothing to resume from")
+
+    # otherwise load_path
     if recipe.load_path is None:
         return StartPoint()
     weights_only, uri = bool(recipe.load_weights_only), recipe.logger.tracking_uri

@@ -522,6 +522,8 @@ def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> 
     """Return the writer of checkpoints, which contain the user's recipe and the tokenizer."""
     checkpoint = None if job.recipe.save_overwrite else start.checkpoint
     is_own = checkpoint is not None and checkpoint.folder.parent == job.run.folder / CHECKPOINTS
+
+    # contents of each checkpoint, apart from tensors and state
     files = {"recipe.yaml": to_yaml(job.recipe.user_recipe)}
     files |= {f"tokenizer/{name}": text for name, text in job.tokenizer.files().items()}
     if isinstance(job.recipe, ResolvedFinetuneRecipe):
@@ -531,6 +533,7 @@ def build_checkpointer(job: RunContext, tracker: Tracker, start: StartPoint) -> 
     def failed(batch: int, seen: str, done: str) -> None:
         tracker.event("save_failed", seen, done, step=batch, action="log")
 
+    # registered versions
     best, record = job.recipe.registry.best, job.run.folder / "metrics.jsonl"
     task = registration(job.recipe, job.run)
     return Checkpointer(
@@ -559,10 +562,14 @@ def banner(
 ) -> list[tuple[str, str]]:
     """Return the description of a run for the top of its console output."""
     recipe, world = job.recipe, job.world
+
+    # model
     parameters = value_count(job.root)
     size = f"{parameters:,} parameters"
     if recipe.model.ffn_config.ffn_type == "dmoe":
         size += f", {active_parameter_count(recipe.model):,} active"
+
+    # computation
     precision = recipe.precision if recipe.fp8_recipe is None else "amp_fp8"
     how = f"{precision}, microbatch {job.microbatch}"
     again = recomputation(recipe.parallel.activation_checkpointing)
@@ -572,6 +579,8 @@ def banner(
         how += f", activations in {recipe.parallel.activation_compression}"
     if recipe.compile:
         how += f", blocks compiled ({recipe.compile_mode}): the first step takes a minute for it"
+
+    # data and device
     left_out = tokens_left_out(loader.streams)
     rest = f"; the last partial sequence ({left_out:,} tokens) is dropped" if left_out else ""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -600,6 +609,8 @@ def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
     recipe, model = job.recipe, job.root.model
     if not isinstance(recipe, ResolvedFinetuneRecipe) or not has_adapter(recipe):
         return None
+
+    # collect now what does not change during training
     sample = base_sample(model, frozen=True)
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}
     names = set(saved_names(model))
@@ -608,6 +619,7 @@ def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
     base = recipe.base.pretrained
 
     def write(folder: Path) -> None:
+        # read the adapter back from the checkpoint
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
         load_tensors({"model": tensors}, Checkpoint(job.run, folder))
         (folder / FOLDER).mkdir()
@@ -618,6 +630,8 @@ def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
             config = model.peft_config
             write_class_adapter(folder / FOLDER, config, tensors, base)
             return
+
+        # the native decoder: convert to the names of Hugging Face
         from llmfoundry.hf.peft.write import target_matrices, write_adapter
 
         write_adapter(
