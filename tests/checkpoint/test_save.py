@@ -352,3 +352,22 @@ def test_a_damaged_checkpoint_is_not_counted_among_those_that_are_kept(tmp_path:
     saver.save(4, *parts(), {"batch": 4})
     assert {"ba0000002", "ba0000004"} <= set(names(tmp_path))
     assert "ba0000001" not in names(tmp_path)
+
+
+def test_a_lowered_number_to_keep_removes_the_oldest_checkpoints(tmp_path: Path) -> None:
+    """Those of the runs before, too: at the next save, and the newest of them stay."""
+    saver, _ = make_saver(tmp_path, ALONE)
+    for batch in (1, 2, 3, 4, 5):
+        saver.save(batch, *parts(), {"batch": batch})
+    assert names(tmp_path) == [f"ba000000{n}" for n in (1, 2, 3, 4, 5)]
+    saver, _ = make_saver(tmp_path, ALONE, keep=3)
+    saver.save(6, *parts(), {"batch": 6})
+    assert names(tmp_path) == [f"ba000000{n}" for n in (4, 5, 6)]
+
+
+def test_a_resumed_run_with_a_lowered_number_to_keep_removes_the_oldest(place: Path) -> None:
+    """The key may change from one start to the next, and what it removes is gone at the end."""
+    shutil.copytree("runs/whole", "runs/lowered")
+    assert names(Path("runs/lowered")) == ["ba0000002", "ba0000004", "ba0000006"]
+    longer = (*BRIEF, "max_duration=8ba", "save_num_checkpoints_to_keep=2")
+    assert names(train_here("lowered", *longer)) == ["ba0000006", "ba0000008"]
