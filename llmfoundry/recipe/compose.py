@@ -318,6 +318,7 @@ _MOST_TEXT = 1 << 20  # characters; the limit of a recipe file
 _MOST_LOST = 6  # values that a note lists
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*")
 _PLAIN_KEY = re.compile(r"\w+(?:\.\w+)*")  # without indices of lists
+_NESTED = re.compile(r"\$\{[^}]*\$\{")
 _EXCLUDED = re.compile(r" and (\w+) exclude each other; remove one$")
 _NAMED = re.compile(r"\$\{(\.*[A-Za-z_][\w.\[\]]*)\}")
 
@@ -605,7 +606,7 @@ def _set_plain(config: dict[str, Any], values: dict[str, Any]) -> bool:
 def _plain_sections(merged: dict[str, Any]) -> set[str]:
     """Return the sections without interpolations that no interpolation names."""
     texts = [value for _, value in flat(merged) if "$" in str(value)]
-    if any("${" in part.partition("}")[0] for text in texts for part in str(text).split("${")[1:]):
+    if any(_NESTED.search(str(text)) for text in texts):
         return set()  # an interpolation within another one may name anything
     named = {name for text in texts for name in re.findall(r"\w+", str(text))}
     return {
