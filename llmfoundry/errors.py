@@ -26,6 +26,10 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.problems  # pickled to report a rank's error on all ranks
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows in place of a traceback: a mistake is not in our code."""
+        return [f"UserError: {line}" for line in self.lines()]
+
     def lines(self) -> list[str]:
         """Return the problems as printable lines of limited number and length."""
         shown = [_printable(problem) for problem in self.problems[:MOST_LINES]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Sequence
@@ -127,6 +128,15 @@ class Model(nn.Module):
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters())
         return f"Model({self.name!r}, {count:,} parameters, {self.precision} on {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        checkpoint = self._opened.checkpoint
+        root = None if checkpoint is None else checkpoint.root
+        loaded, root = copy.deepcopy((self._loaded, root), memo)  # which share their modules
+        opened = self._opened
+        if checkpoint is not None and root is not None:
+            opened = replace(opened, checkpoint=replace(checkpoint, root=root))
+        return Model(opened, loaded).train(self.training)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

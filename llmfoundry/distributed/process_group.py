@@ -317,7 +317,20 @@ def meet_at_store(rank: int, size: int, *, limit: timedelta, timeout: timedelta)
     return store
 
 
+_joined: list[dist.Store] = []
+"""The store of this process, once for each time that it has joined; always the same object. Rank 0
+may host it, and stale addresses of an earlier group are in it."""
+
+
 def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+    """Return the store of all ranks, below a prefix that no earlier group of this process had."""
+    before = len(_joined)
+    store = _joined[0] if before else _shared_store(rank, size, limit)
+    _joined.append(store)
+    return dist.PrefixStore(f"again{before}", store) if before else store
+
+
+def _shared_store(rank: int, size: int, limit: timedelta) -> dist.Store:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if restart in (None, "0"):
         store: dist.Store = next(dist.rendezvous("env://", timeout=limit))[0]

@@ -8,7 +8,7 @@ chunks and the gauntlet can compute them at a few positions only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal, TypeVar, overload
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmfoundry.errors import UserError
 from llmfoundry.models import init
 from llmfoundry.models.attention import (
     Attention,
@@ -42,7 +43,7 @@ from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.attention import LayerConfig
-from llmfoundry.recipe.model import ResolvedModelConfig
+from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 
 R = TypeVar("R")
 ContextKey = tuple[int, tuple[int, float] | None]
@@ -109,11 +110,30 @@ def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return F.dropout(x, p) if p and training else x
 
 
+SEED = 17
+"""Seed of a decoder that is made without a recipe."""
+
+
+def _unresolved(config: ModelConfig) -> Iterator[str]:
+    for name in ("head_dim", "vocab_size", "max_seq_len"):
+        if getattr(config, name) is None:
+            yield (
+                f"model.{name}: is not known; write config.fill(vocab_size=N, max_seq_len=T) before"
+                " Decoder(config), or llmfoundry.build(recipe)"
+            )
+
+
 class Decoder(nn.Module):
     """Decoder-only transformer. MPT, GPT-2, Llama and DBRX are settings of it.
 
+    A decoder that is not made on the meta device is initialized. Its logits are
+    `model.head(model(tokens))`.
+
     Args:
-        config: resolved (`ModelConfig.fill`), with vocab_size and max_seq_len.
+        config: resolved, with `config.fill(vocab_size=..., max_seq_len=...)`.
+
+    Raises:
+        UserError: the config is not resolved.
 
     Attributes:
         tensor_ranks: the tensor-parallel ranks; None without tensor parallelism.
@@ -129,6 +149,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
+        if problems := [*_unresolved(config)]:
+            raise UserError(*problems)
         self.config = config
         self.layers = config.layers()
         self.kernels = AttentionKernels(config.attn_config.attn_impl, config.head_dim)
@@ -143,6 +165,8 @@ class Decoder(nn.Module):
         self.norm_f = norm(config.d_model, eps=config.norm_eps, bias=not config.no_bias)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
+        if not self.wte.weight.is_meta:  # a run's is on the meta device until it is sharded
+            self.init_weights(SEED)
 
     def vocabulary(self) -> set[str]:
         """Return the names of the parameters that have one row per token of the vocabulary."""

@@ -71,13 +71,17 @@ LossFunction: TypeAlias = Callable[[LossModel, Batch], "Tensor | tuple[Any, Any]
 
 
 class OwnLoss:
-    """Objective that minimizes a `LossFunction`."""
+    """Objective that minimizes a `LossFunction`.
+
+    Attributes:
+        name: of the function, for messages.
+    """
 
     is_cross_entropy = False
 
     def __init__(self, function: LossFunction, name: str) -> None:
-        """Wrap a function; `name` is for messages."""
-        self._function, self._name = function, name
+        """Wrap a function."""
+        self.name, self._function = name, function
         self._form = ""  # of the first result, which others must have, too
 
     def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
@@ -154,7 +158,7 @@ class OwnLoss:
         return losses
 
     def _error(self, why: str) -> UserError:
-        return UserError(f"loss: {self._name} {why}")
+        return UserError(f"loss: {self.name} {why}")
 
 
 def _is_number(value: Any) -> bool:

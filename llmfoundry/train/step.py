@@ -88,17 +88,24 @@ def not_finite(model: nn.Module) -> str:
     return ""
 
 
-def not_a_step(model: nn.Module | None, batch: int) -> UserError:
+def not_a_step(model: nn.Module | None, batch: int, own_loss: str = "") -> UserError:
     """Return the error that ends the run after a step with a loss or gradient that is not finite.
 
     Args:
         model: given if the step was the run's first, to check the initial weights; else None.
         batch: number of steps before it.
+        own_loss: name of the loss if a plugin or a program has it; empty: it is the project's.
     """
     if model is not None and (name := not_finite(model)):
         return UserError(
             f"{name}: the weights that the run began with are damaged: they hold numbers that"
             " are not finite; write others (model.pretrained, adapter.pretrained, load_path)"
+        )
+    if own_loss:
+        return UserError(
+            f"loss: {own_loss}, or its gradient, was not finite in step {batch + 1}; the optimizer"
+            " did not see it, and what was saved before is sound; look for logarithms and divisions"
+            " by 0 in it, or write a smaller optimizer.lr"
         )
     return UserError(
         f"optimizer.lr: the loss or its gradient was not finite in step {batch + 1}; the"

@@ -38,6 +38,7 @@ from llmfoundry.recipe.schedule import ResolvedScheduleConfig
 from llmfoundry.telemetry import beat, in_callback, span
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
+from llmfoundry.train.own_loss import OwnLoss
 from llmfoundry.train.signals import StopSignal
 from llmfoundry.train.spikes import ResumeStep, RollBack, SpikeHandler
 from llmfoundry.train.step import StepHooks, StepResult, StepSettings, not_a_step, train_step
@@ -539,7 +540,9 @@ class Trainer:
 
     def _raise_if_bad(self, bad: int | None) -> None:
         if bad is not None:
-            raise not_a_step(self.root.model if bad == self.first_batch else None, bad)
+            objective = self.settings.objective
+            own_loss = objective.name if isinstance(objective, OwnLoss) else ""
+            raise not_a_step(self.root.model if bad == self.first_batch else None, bad, own_loss)
 
     def _evaluate(self) -> None:
         self._finish_log()
