@@ -35,6 +35,7 @@ from llmfoundry.models.adapter import is_added, merge_into, merged_tensor
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.init import grown
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
+from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import assign, full_tensor
 from llmfoundry.recipe.adapter import PretrainedConfig
 from llmfoundry.recipe.attention import ATTN_IMPLS
@@ -565,9 +566,10 @@ def merge_run(
     base.fill(model)
     check_base(model, folder / FOLDER, "model.pretrained", rows=config.vocab_size)
     run = MergedRun(base, folder, user_recipe, config)
+    all_stacked = all_stacked_rows(model)
     for name, hold in run.held.items():
-        parameter = model.get_parameter(name)
-        assign(parameter, hold(full_tensor(parameter)))
+        parameter, stacked = model.get_parameter(name), all_stacked.get(name, ())
+        assign(parameter, hold(full_tensor(parameter, stacked)), stacked)
     merge_into(model, run.adapter.plan, run.adapter.tensors, rows=config.vocab_size)
 
 

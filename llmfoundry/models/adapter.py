@@ -378,10 +378,13 @@ def merge_into(
         rows: rows of embedding and head in the adapter's run, if the model has more now. Additional
             rows become the mean of the merged ones.
     """
+    all_stacked = all_stacked_rows(model)
     for name, parameter in model.named_parameters():
         if adapted_matrix(name) in plan or name in tensors:
-            weight = full_tensor(parameter)
-            assign(parameter, merged_tensor(model, name, weight, plan, tensors, rows=rows))
+            stacked = all_stacked.get(name, ())
+            weight = full_tensor(parameter, stacked)
+            merged = merged_tensor(model, name, weight, plan, tensors, rows=rows)
+            assign(parameter, merged, stacked)
 
 
 def adapted_matrix(name: str) -> str:

@@ -183,9 +183,22 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full value of a tensor; if it is sharded, all ranks with a part must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full_tensor(tensor: Tensor, stacked: Sequence[int] = ()) -> Tensor:
+    """Return the full value of a tensor that may be sharded. A collective call.
+
+    Args:
+        tensor: full, or a DTensor.
+        stacked: row counts of the matrices that it stacks, each sharded over tensor ranks. Their
+            shards are put in order; DTensor only concatenates the rows of the ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full, axis = tensor.full_tensor(), ShardLayout.of(tensor).tensor
+    if not stacked or axis is None or axis.dim != 0:
+        return full
+    local_heights = [height // axis.n for height in stacked]
+    by_rank = [rows.split(local_heights) for rows in full.chunk(axis.n)]
+    return torch.cat([shard for shards in zip(*by_rank, strict=True) for shard in shards])
 
 
 @torch.no_grad()
