@@ -270,7 +270,9 @@ def _ready(
         if model in runs:
             steps.append(partial(_own, recipe, runs[model], named, world, console))
             continue
-        read = partial(_outside, recipe, model, host, named, world, console, live.get(model))
+        read = partial(
+            _outside, recipe, model, host, named, world, console, live.get(model), layout
+        )
         if step := _try(read, problems):
             steps.append(step)
     # held-out text, which may have to be prepared: after the questions of all models
@@ -328,7 +330,7 @@ def _open_run(
     run = dataclasses.replace(loaded.recipe, device_eval_batch_size=recipe.device_eval_batch_size)
     rows = evaluation_rows(run, loaded.root, world)
     if layout.is_sharded:
-        console.note(f"{path}: {layout.describe(run, loaded.root, world)}")
+        console.note(f"{path}: {layout.describe(loaded.root.model, run.precision)}")
     gauntlet = open_gauntlet(
         run,
         config,
@@ -455,6 +457,7 @@ def _outside(
     world: World,
     console: Console,
     live: OpenedModel | None,
+    layout: ModelLayout,
 ) -> Callable[[], Callable[[], Examined]]:
     """Read the questions for a Hugging Face model or an endpoint: the gauntlet alone.
 
@@ -468,8 +471,15 @@ def _outside(
             f"eval: {model} can only be asked a gauntlet, and the run beside it was asked none;"
             " write eval=v0.3, another choice of yamls/eval, or eval.gauntlet=FILE"
         )
-    seq_len, note = config.icl_seq_len, console.note
-    outside = open_outside(model, recipe, world, seq_len=seq_len, note=note, live=live)
+    outside = open_outside(
+        model,
+        recipe,
+        world,
+        seq_len=config.icl_seq_len,
+        note=console.note,
+        live=live,
+        layout=layout,
+    )
     gauntlet = read_tasks(
         config,
         outside.settings,
@@ -569,6 +579,7 @@ def open_outside(
     seq_len: int | None,
     note: Callable[[str], None],
     live: OpenedModel | None = None,
+    layout: ModelLayout | None = None,
 ) -> ExternalModel:
     """The model that a name stands for, but for its weights; see EvalRecipe.models.
 
@@ -579,11 +590,12 @@ def open_outside(
         seq_len: longest question in tokens; unset: what the model reads at most.
         note: reports what the model is computed in, if that is not what was asked.
         live: the model, if a program holds it.
+        layout: how the model is distributed over processes; None: this process holds all of it.
     """
     if live is None and is_endpoint(model):
         return _endpoint(model)
     opened = live or open_model(
-        model, world, note=note, precision=recipe.precision or "fp32", seq_len=seq_len
+        model, world, note=note, precision=recipe.precision, seq_len=seq_len, layout=layout
     )
     rows = recipe.device_eval_batch_size
     tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
@@ -599,6 +611,7 @@ def open_outside(
 def _evaluated(
     loaded: LoadedModel, world: World, seq_len: int, batch_tokens: int
 ) -> EvaluatedModel:
+    world = world.in_evaluation()
     if loaded.root is None:
         return HuggingFaceModel(
             loaded.hugging_face,

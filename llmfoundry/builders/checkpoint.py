@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.builders.adapter import FOLDER, adapt, check_base, has_adapter
-from llmfoundry.builders.model import attention_refusal, build_root, served_precision
+from llmfoundry.builders.model import attention_refusal, build_root, loaded_precision
 from llmfoundry.builders.model_layout import ModelLayout, full_model
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
 from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
@@ -98,7 +98,7 @@ def open_checkpoint(
         path: where to look.
         world: this process.
         note: reports checkpoints that are passed over.
-        precision: of the recipe in place of its own; decides the weights' dtype.
+        precision: of the loaded weights; None: see `loaded_precision`.
         layout: how the model is distributed over processes; None: this process holds all of it.
 
     Raises:
@@ -126,7 +126,7 @@ def open_checkpoint(
     recipe = user_recipe.resolve()
     recipe.parallel = layout.config
     recipe.model = model or recipe.model
-    recipe.precision = served_precision(precision or recipe.precision, world, note)
+    recipe.precision = loaded_precision(precision, recipe.precision, world, note)
     reason = attention_refusal(recipe, world.device)
     if reason is not None:
         recipe.model.attn_config.attn_impl = "auto"

@@ -65,7 +65,14 @@ def evaluation_rows(recipe: ResolvedTrainRecipe, root: Root, world: World) -> in
         UserError: the weights alone do not fit.
     """
     room = int(USABLE * memory_of_process(world))
-    need = inference_memory(recipe, root.model, world.size, world.device)
+    need = inference_memory(
+        root.model,
+        recipe.model,
+        recipe.parallel.degrees(world.size),
+        precision=recipe.precision,
+        seq_len=recipe.max_seq_len,
+        device=world.device,
+    )
     held = need.weights + need.gathered
     if not next(root.parameters()).is_meta:  # its weights are no longer free memory
         room += need.weights

@@ -55,6 +55,26 @@ def served_precision(precision: str, world: World, note: Callable[[str], None]) 
     return "fp32"
 
 
+def loaded_precision(
+    written: str | None, trained: str, world: World, note: Callable[[str], None]
+) -> str:
+    """Return the precision in which a model is loaded for evaluation and generation.
+
+    Args:
+        written: the user's choice; None: bf16 on a GPU, `trained` on a CPU.
+        trained: precision of the run; fp32 for other models.
+        world: this process.
+        note: reports a default that differs from `trained`.
+    """
+    if written is None and world.device.type == "cuda" and trained != "bf16":
+        note(
+            f"precision: bf16, the default on a GPU (the weights are of {trained});"
+            " precision=fp32 is for exact comparisons"
+        )
+        return "bf16"
+    return served_precision(written or trained, world, note)
+
+
 def weight_dtype(precision: str) -> torch.dtype:
     """Return the dtype of weights, gradients and optimizer state.
 
@@ -62,12 +82,12 @@ def weight_dtype(precision: str) -> torch.dtype:
     which accumulates in fp32. Losses of different microbatch sizes then agree only to the 8 bits of
     bfloat16.
     """
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def matmul_dtype(precision: str) -> torch.dtype:
     """Return the dtype of matmuls, attention and experts."""
-    return torch.float32 if precision == "fp32" else torch.bfloat16
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
 
 
 def attention_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str | None:

@@ -12,16 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from llmfoundry.distributed.apply import parallelize
 from llmfoundry.distributed.mesh import Meshes, build_mesh, with_mesh
 from llmfoundry.distributed.process_group import World, join
 from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import format_gib
-from llmfoundry.models.decoder import Root
-from llmfoundry.plan.inference import inference_memory
+from llmfoundry.models.decoder import Decoder, Root
+from llmfoundry.plan.memory import count_weight_bytes
 from llmfoundry.recipe.model import ResolvedModelConfig
-from llmfoundry.recipe.parallel import ParallelConfig, ResolvedParallelConfig, limits
-from llmfoundry.recipe.train import ResolvedTrainRecipe
+from llmfoundry.recipe.parallel import (
+    AXES,
+    EXPERT,
+    Degrees,
+    ParallelConfig,
+    ResolvedParallelConfig,
+    limits,
+)
 
 
 @dataclass(frozen=True)
@@ -53,19 +61,29 @@ class ModelLayout:
         if problems:
             raise UserError(*problems)
 
-    def describe(self, recipe: ResolvedTrainRecipe, root: Root, world: World) -> str:
+    def describe(self, model: Decoder, precision: str) -> str:
         """Return a line about the weights that each rank holds, from a model on the meta device."""
-        need = inference_memory(recipe, root.model, world.size, world.device)
-        line = f"weights in {recipe.precision}, {format_gib(need.weights / 2**30)}"
+        degrees = Degrees() if self.meshes is None else self.meshes.degrees
+        held = count_weight_bytes(model, torch.device("meta"), degrees)
+        line = f"weights in {precision}, {format_gib((held.frozen + held.trained.shard) / 2**30)}"
         if self.meshes is None:
             return line
-        degrees = {name: n for name, n in vars(self.meshes.degrees).items() if n > 1}
-        layout = ", ".join(f"{name} {n}" for name, n in degrees.items())
-        return f"{line} on each of {world.size} processes ({layout})"
+        return f"{line} on each of {degrees.world} processes ({layout_text(degrees)})"
 
     def place(self, root: Root, world: World, *, precision: str) -> None:
         """Shard a model on the meta device and allocate this rank's shards, without values."""
         parallelize(root, world, self.meshes, self.config, precision=precision)
+
+
+def layout_text(degrees: Degrees) -> str:
+    """Return the degrees above 1 in words: data_parallel_shard 4, expert_parallel 2."""
+    parts = [f"{key.removesuffix('_degree')} {n}" for key, n in _by_key(degrees).items() if n > 1]
+    return ", ".join(parts)
+
+
+def _by_key(degrees: Degrees) -> dict[str, int]:
+    values = (degrees.replicate, degrees.shard, degrees.context, degrees.tensor, degrees.expert)
+    return dict(zip((*AXES, EXPERT), values, strict=True))
 
 
 def full_model() -> ModelLayout:

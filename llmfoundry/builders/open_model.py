@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmfoundry.builders.adapter import check_base
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
-from llmfoundry.builders.model import build_autocast, served_precision, weight_dtype
+from llmfoundry.builders.model import build_autocast, loaded_precision, weight_dtype
 from llmfoundry.builders.model_layout import ModelLayout, full_model
 from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
@@ -255,7 +255,7 @@ def open_model(
             saves it; a folder that transformers saved, or hf:OWNER/NAME on the hub.
         world: this process.
         note: reports what the user should know.
-        precision: fp32, amp_bf16 or bf16; None: the run's own, of others fp32.
+        precision: of the loaded weights; None: see `loaded_precision`.
         seq_len: longest input in tokens; None: what the model reads at most.
         layout: how the model is distributed over processes; None: this process holds all of it.
         depth: adapters that stand on this model.
@@ -295,7 +295,7 @@ def _open_run(
     if layout.is_sharded and isinstance(loaded.recipe.model, HFModelConfig):
         raise _class_in_shards(name, "its run has model.name: hf_causal_lm")
     if layout.is_sharded:
-        note(f"{name}: {layout.describe(loaded.recipe, loaded.root, world)}")
+        note(f"{name}: {layout.describe(loaded.root.model, loaded.recipe.precision)}")
     window = loaded.recipe.model.max_seq_len
 
     def load() -> LoadedModel:
@@ -336,12 +336,12 @@ def _open_hugging_face(
     opened = open_hugging_face(name.removeprefix(HUGGING_FACE), seq_len=seq_len)
 
     def load_class(reason: str) -> LoadedModel:
-        return _by_class(opened, world, served_precision(precision or "fp32", world, note), reason)
+        return _by_class(opened, world, loaded_precision(precision, "fp32", world, note), reason)
 
     def load() -> LoadedModel:
         try:
-            kind = served_precision(precision or "fp32", world, note)
-            return _by_decoder(opened, world, kind, layout)
+            kind = loaded_precision(precision, "fp32", world, note)
+            return _by_decoder(opened, world, kind, layout, note)
         except UserError as error:
             if layout.is_sharded:
                 raise _class_in_shards(name, str(error)) from error
@@ -360,7 +360,11 @@ def _class_in_shards(name: str, reason: str) -> UserError:
 
 
 def _by_decoder(
-    opened: OpenedHuggingFace, world: World, precision: str, layout: ModelLayout
+    opened: OpenedHuggingFace,
+    world: World,
+    precision: str,
+    layout: ModelLayout,
+    note: Callable[[str], None],
 ) -> LoadedModel:
     """A Hugging Face model computed by the decoder."""
     from llmfoundry.hf.read_folder import hf_folder, open_hf
@@ -369,6 +373,8 @@ def _by_decoder(
         with torch.device("meta"):
             root = Root(Decoder(found.config)).to(weight_dtype(precision))
         layout.check(found.config)
+        if layout.is_sharded:
+            note(f"{opened.name}: {layout.describe(root.model, precision)}")
         layout.place(root, world, precision=precision)
         fill_model(root.model, found.state())
     return _loaded(

@@ -93,7 +93,7 @@ class OpenedHuggingFace:
 
         Args:
             device: target device.
-            precision: fp32 or amp_bf16 (weights in fp32), or bf16 (weights in bf16).
+            precision: fp32, amp_bf16 (weights in fp32), bf16 or fp16.
 
         Raises:
             UserError: the weights cannot be read, or some are missing.
@@ -105,7 +105,7 @@ class OpenedHuggingFace:
             "weights",
             transformers.AutoModelForCausalLM.from_pretrained,
             config=self.config,
-            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32),
             output_loading_info=True,
             **_SAFE,
         )

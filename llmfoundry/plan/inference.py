@@ -15,9 +15,10 @@ import torch
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.memory import count_weight_bytes
-from llmfoundry.recipe.train import ResolvedTrainRecipe
+from llmfoundry.recipe.model import ResolvedModelConfig
+from llmfoundry.recipe.parallel import Degrees
 
-FP32 = 4  # bytes of an activation, also where matmuls are in 16 bits
+FP32 = 4  # bytes of an attention score
 GATHERED_BLOCKS = 2  # the block at work, and the next one, which FSDP fetches meanwhile
 LOGIT_BYTES = 12  # of a logit: in fp32, its exponential, and a copy
 
@@ -51,23 +52,29 @@ class InferenceMemory:
 
 
 def inference_memory(
-    recipe: ResolvedTrainRecipe, model: Decoder, world_size: int, device: torch.device
+    model: Decoder,
+    config: ResolvedModelConfig,
+    degrees: Degrees,
+    *,
+    precision: str,
+    seq_len: int,
+    device: torch.device,
 ) -> InferenceMemory:
     """Estimate the memory of each rank.
 
     Args:
-        recipe: resolved, with the layout as its `parallel` section.
-        model: its model, on the meta device.
-        world_size: number of ranks.
-        device: device of the ranks.
+        model: the model, on the meta device.
+        config: its settings.
+        degrees: sizes of the mesh's dimensions.
+        precision: precision of the loaded weights.
+        seq_len: longest sequence in tokens.
+        device: device type of the ranks.
     """
-    degrees = recipe.parallel.degrees(world_size)
-    held = count_weight_bytes(model, device, degrees)
-    config, ffn = recipe.model, recipe.model.ffn_config
+    held, ffn = count_weight_bytes(model, device, degrees), config.ffn_config
     assert config.attn_config.kv_n_heads and ffn.ffn_hidden_size and config.vocab_size, "resolved"
 
     # weights that FSDP gathers: in 16 bits under autocast
-    narrow = 2 if recipe.precision == "amp_bf16" else 1
+    narrow = 2 if precision == "amp_bf16" else 1
     blocks = GATHERED_BLOCKS * (held.block + held.apart)
     gathered = 0 if degrees.is_replicas else (held.ends + blocks) // narrow
 
@@ -75,12 +82,13 @@ def inference_memory(
     head_dim = config.head_dim or config.d_model // config.n_heads
     cached = 2 * config.n_layers * config.attn_config.kv_n_heads * head_dim // degrees.tensor
     hidden = 4 * ffn.ffn_hidden_size * (ffn.moe_top_k or 1) // degrees.tensor
-    scores = config.n_heads // degrees.tensor * recipe.max_seq_len
-    chunk = chunk_tokens(config.vocab_size, device)
+    # on a CPU, attention over a prefix tree materializes its scores
+    scores = config.n_heads // degrees.tensor * seq_len if device.type == "cpu" else 0
+    width = 4 if precision in ("fp32", "amp_bf16") else 2
     return InferenceMemory(
         weights=held.frozen + held.trained.shard,
         gathered=gathered,
-        cache=FP32 * cached,
-        activations=FP32 * (8 * config.d_model + hidden + scores),
-        logits=LOGIT_BYTES * config.vocab_size * chunk,
+        cache=(4 if precision == "fp32" else 2) * cached,
+        activations=width * (8 * config.d_model + hidden) + FP32 * scores,
+        logits=LOGIT_BYTES * config.vocab_size * chunk_tokens(config.vocab_size, device),
     )

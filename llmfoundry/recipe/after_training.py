@@ -35,8 +35,8 @@ from llmfoundry.recipe.schema import (
     check_fields,
     choice,
 )
-from llmfoundry.recipe.train import PRECISIONS
 
+LOADED_PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16")
 FORMATS = ("hf",)
 EXPORTS = ("hf", "gguf", "peft")
 DTYPES = ("fp32", "bf16", "fp16", "q8_0")
@@ -79,8 +79,10 @@ class EvalRecipe:
     output: Annotated[str | None, PATH] = None
     """Folder of results.json, rows.jsonl and gauntlet.html; unset: eval/<batch>/ in the run's
     folder, for other models runs/<name>/eval/."""
-    precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
+    precision: Annotated[str | None, choice(LOADED_PRECISIONS)] = None
+    """Precision of the loaded weights: fp32, bf16, fp16, or amp_bf16, which keeps weights in fp32
+    and computes matrix multiplications in bfloat16. Unset: bf16 on a GPU; on a CPU the run's
+    precision, and fp32 for other models. Write fp32 for exact comparisons."""
     device_eval_batch_size: Annotated[int | str, ROWS, AUTO_ROWS] = "auto"
     """Sequences evaluated at a time."""
     eval: EvalConfig | None = None
@@ -205,8 +207,10 @@ class SamplingRecipe:
     from all. Default 0.9."""
     seed: Annotated[int, Range(0)] = 17
     """Seed of the random number generator."""
-    precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
+    precision: Annotated[str | None, choice(LOADED_PRECISIONS)] = None
+    """Precision of the loaded weights: fp32, bf16, fp16, or amp_bf16, which keeps weights in fp32
+    and computes matrix multiplications in bfloat16. Unset: bf16 on a GPU; on a CPU the run's
+    precision, and fp32 for other models. Write fp32 for exact comparisons."""
     kv_cache: bool = True
     """Cache keys and values of earlier tokens. false: recompute them for every token, which is
     slow."""
@@ -308,8 +312,10 @@ class ServeRecipe:
     """Timeout of a request in seconds, including the time that it waits (504)."""
     drain_timeout: Annotated[float, _SECONDS] = 30.0
     """Seconds for requests in progress to finish after SIGTERM or Ctrl-C."""
-    precision: Annotated[str | None, choice(PRECISIONS)] = None
-    """fp32, amp_bf16 or bf16; unset: the run's precision, for other models fp32."""
+    precision: Annotated[str | None, choice(LOADED_PRECISIONS)] = None
+    """Precision of the loaded weights: fp32, bf16, fp16, or amp_bf16, which keeps weights in fp32
+    and computes matrix multiplications in bfloat16. Unset: bf16 on a GPU; on a CPU the run's
+    precision, and fp32 for other models. Write fp32 for exact comparisons."""
     chat_template: Annotated[str | None, PATH, CHAT_TEMPLATE] = None
     """chatml, llama3, zephyr, mpt or a Jinja file; unset: the tokenizer's template."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -13,6 +13,7 @@ from llmfoundry.builders.model import (
     build_autocast,
     build_root,
     experts_refusal,
+    loaded_precision,
     matmul_dtype,
     served_precision,
     weight_dtype,
@@ -94,6 +95,27 @@ def test_a_processor_that_would_emulate_bfloat16_computes_in_fp32_and_says_so(
     assert served_precision(precision, World(0, 1, 0, device), reported.append) == served
     assert len(reported) == (served != precision)
     assert all(line.startswith("precision: fp32 in place of amp_bf16") for line in reported)
+
+
+@pytest.mark.parametrize(
+    ("written", "trained", "device", "loaded"),
+    [
+        (None, "amp_bf16", GPU, "bf16"),
+        (None, "fp32", GPU, "bf16"),
+        (None, "bf16", GPU, "bf16"),
+        (None, "fp32", CPU, "fp32"),
+        (None, "bf16", CPU, "bf16"),
+        ("fp32", "bf16", GPU, "fp32"),
+        ("fp16", "amp_bf16", CPU, "fp16"),
+    ],
+)
+def test_a_gpu_loads_weights_in_bf16_unless_another_precision_is_written(
+    written: str | None, trained: str, device: torch.device, loaded: str
+) -> None:
+    reported: list[str] = []
+    world = World(0, 1, 0, device)
+    assert loaded_precision(written, trained, world, reported.append) == loaded
+    assert len(reported) == (written is None and loaded != trained)
 
 
 def test_backends_that_need_a_gpu_are_refused_on_a_cpu(tmp_path: Path, recipe: TrainRecipe) -> None:

@@ -26,7 +26,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.after_training import ChatRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import ParallelConfig
-from tests.tiny import run, write_recipe
+from tests.tiny import finetune_recipe, run, write_recipe
 from tests.warm_scripts import on_ranks
 
 ROWS = {
@@ -90,6 +90,24 @@ Job = tuple[str, list[str]]
 """A command (eval, generate or chat) with its words."""
 
 
+@pytest.fixture(scope="module")
+def others(folder: Path) -> Path:
+    """The folder, with Hugging Face exports, adapters' runs and an adapter in peft's format."""
+    for name in MODELS:
+        words = ["architecture=llmfoundry"] if name == "experts" else []
+        run("convert.py", f"runs/{name}", "to=hf", f"output=hf-{name}", *words, cwd=folder)
+    for name, pretrained in {"lora": "runs/dense", "lora-experts": "runs/experts"}.items():
+        adapter = {"name": "lora", "r": 4}
+        recipe = finetune_recipe(folder, model={"pretrained": pretrained}, adapter=adapter)
+        words = (f"run_name={name}", "max_duration=2ba", "optimizer.lr=0.05")
+        run("finetune.py", recipe.name, *words, cwd=folder)
+    run("convert.py", "runs/lora", "to=peft", "output=peft", cwd=folder)
+    config = json.loads((folder / "peft/adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "hf-dense"
+    (folder / "peft/adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def commands(rank: int, size: int, folder: Path, meeting_place: str, jobs: Sequence[Job]) -> None:
     """Run commands one after another on a rank; write what each printed, or its error."""
     os.chdir(folder)
@@ -139,10 +157,15 @@ def run_jobs(folder: Path, size: int, jobs: Sequence[Job]) -> list[list[str]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+def place(name: str) -> str:
+    """Return the path of a run by its name, or of another folder."""
+    return name if name.startswith(("hf", "peft")) else f"runs/{name}"
+
+
 def evaluation(name: str, output: str, *words: str) -> Job:
     """Return the job that evaluates a run."""
     common = ["eval.gauntlet=gauntlet.yaml", f"output={output}", "precision=fp32"]
-    return "eval", [f"checkpoint=runs/{name}", *common, *words]
+    return "eval", [f"checkpoint={place(name)}", *common, *words]
 
 
 def results(output: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -168,7 +191,7 @@ CHAT = ["chat_template=zephyr", "max_new_tokens=6", "temperature=0", "precision=
 
 def texts(name: str, *words: str) -> list[Job]:
     """Return the jobs that generate with a run: with and without a KV cache, and a conversation."""
-    checkpoint = f"checkpoint=runs/{name}"
+    checkpoint = f"checkpoint={place(name)}"
     return [
         ("generate", [checkpoint, *GENERATE, *words]),
         ("generate", [checkpoint, *GENERATE, "kv_cache=false", *words]),
@@ -206,7 +229,8 @@ def check(folder: Path, size: int, layouts: Sequence[tuple[str, list[str]]], *pr
         mine = slice(number * per_model + len(prompts), (number + 1) * per_model)
         assert first[mine] == expected[name], words
         assert all(not any(printed[mine]) for printed in others), "rank 0 alone prints"
-        assert "on each of" in first[number * per_model], "the start names the layout"
+        if place(name) != name:
+            assert "on each of" in first[number * per_model], "the start names the layout"
 
 
 def test_two_ranks_give_the_scores_and_texts_of_one_process(folder: Path) -> None:
@@ -238,3 +262,30 @@ def test_every_layout_gives_the_scores_and_texts_of_one_process(folder: Path, si
         ],
     }[size]
     check(folder, size, layouts, "native", "harness", "foundry")
+
+
+@pytest.mark.slow
+def test_folders_and_adapters_are_sharded_too(others: Path) -> None:
+    layouts = [
+        ("hf-dense", degrees(shard=2)),
+        ("hf-dense", degrees(tensor=2)),
+        ("hf-experts", degrees(shard=2, expert=2)),
+        ("lora", degrees(shard=2)),
+        ("lora-experts", degrees(shard=2, expert=2)),
+        ("peft", degrees(shard=2)),
+        ("peft", degrees(tensor=2)),
+    ]
+    check(others, 2, layouts, "native")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("dense", degrees(tensor=3), "parallel.tensor_parallel_degree: 3 does not fit 2 processes"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_line(
+    folder: Path, name: str, words: list[str], line: str
+) -> None:
+    printed = run_jobs(folder, 2, [evaluation(name, "refused", *words)])
+    assert all(line in lines for (lines,) in printed)
