@@ -78,6 +78,7 @@ DTYPE_OF = {"fp32": "fp32", "amp_bf16": "bf16"}  # of a file, by what most of a 
 def convert(recipe: ConvertRecipe) -> None:
     """Convert a checked recipe's checkpoint, on the CPU."""
     recipe.fill()
+    check_destination(recipe)
     check_registry(recipe.registry)
     name, uri = str(recipe.checkpoint), recipe.registry.uri
     recipe = replace(recipe, checkpoint=find_address(name, "checkpoint", uri=uri, note=print))
@@ -86,6 +87,19 @@ def convert(recipe: ConvertRecipe) -> None:
         return
     export = {"gguf": _export_gguf, "peft": _export_adapter}.get(recipe.to, _export)
     _register(recipe, export(recipe))
+
+
+def check_destination(recipe: ConvertRecipe) -> None:
+    """Refuse an output that cannot be written, before a checkpoint is looked for or read.
+
+    Raises:
+        UserError: the output exists, or is no path of a file of its kind.
+    """
+    output = Path(str(recipe.output)).expanduser()
+    if recipe.to == "gguf":
+        check_output(output)
+    else:
+        refuse_used(output)
 
 
 def _register(recipe: ConvertRecipe, loaded: LoadedCheckpoint | None) -> None:
@@ -104,7 +118,6 @@ def _export(recipe: ConvertRecipe) -> LoadedCheckpoint:
     assert recipe.checkpoint and recipe.output
     loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
     output = Path(recipe.output).expanduser()
-    refuse_used(output)
     if isinstance(loaded.recipe.model, HFModelConfig):
         fill()
         _export_class(loaded, output, recipe)
@@ -127,7 +140,6 @@ def _export_gguf(recipe: ConvertRecipe) -> LoadedCheckpoint | None:
     """A checkpoint, or with from=hf a folder of Hugging Face's, as a file of llama.cpp's."""
     assert recipe.checkpoint and recipe.output
     output = Path(recipe.output).expanduser()
-    check_output(output)
     if recipe.from_ is not None:
         _gguf_of_folder(recipe, output)
         return None
@@ -296,7 +308,6 @@ def _base(loaded: LoadedCheckpoint) -> str | None:
 def _import(recipe: ConvertRecipe) -> None:
     assert recipe.checkpoint and recipe.output
     output = Path(recipe.output).expanduser()
-    refuse_used(output)
     folder = hf_folder(recipe.checkpoint)
     tokenizer = Tokenizer.load(folder)
     is_trained = DOCUMENT_START in read_folder_config(folder)

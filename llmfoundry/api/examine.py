@@ -12,13 +12,14 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from llmfoundry.api.external_models import ExternalModel, check_outside, is_outside, open_outside
 from llmfoundry.builders.checkpoint import LoadedCheckpoint, open_checkpoint
 from llmfoundry.builders.data import RunData, no_held_out, open_held_out
 from llmfoundry.builders.evaluation import (
@@ -27,16 +28,10 @@ from llmfoundry.builders.evaluation import (
     open_gauntlet,
     read_tasks,
 )
-from llmfoundry.builders.model_layout import ModelLayout
+from llmfoundry.builders.model_layout import ModelLayout, full_model
 from llmfoundry.builders.open_model import (
-    CHAT,
-    LoadedModel,
     OpenedModel,
-    check_model,
-    is_adapter,
     is_endpoint,
-    is_hugging_face,
-    open_model,
 )
 from llmfoundry.builders.registry import find_address, is_version, score_link, store_uri
 from llmfoundry.builders.run_context import RunContext, eval_rows
@@ -45,22 +40,15 @@ from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.record_sync import read_record
 from llmfoundry.checkpoint.storage import Storage
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.text.bpe import bytes_backend
-from llmfoundry.data.text.chat_template import ChatTemplate
-from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers
-from llmfoundry.gauntlet.models.endpoint import Endpoint
-from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel
-from llmfoundry.gauntlet.models.own_decoder import OwnModel
 from llmfoundry.gauntlet.paired import (
     ModelAnswers,
     judged_answers,
 )
-from llmfoundry.gauntlet.questions import RAW, Chat, EvaluatedModel, PromptSettings
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.background_queue import DeferredTask
 from llmfoundry.loggers.console import Console
@@ -284,6 +272,55 @@ def _ready(
     return deque(ask for ask in asks if ask is not None)
 
 
+def check_prompts(recipe: EvalRecipe, world: World, console: Console) -> list[str]:
+    """Read the questions of all models on this machine, without weights, for a dry run.
+
+    Nothing is written or downloaded.
+
+    Returns:
+        The models and tasks that are not checked.
+
+    Raises:
+        UserError: as `examine`.
+    """
+    problems: list[str] = []
+    runs: dict[str, _Run] = {}
+    unchecked: list[str] = []
+    models = [name for name in recipe.all_models() if _is_here(name)]
+    unchecked += [name for name in recipe.all_models() if name not in models]
+    for model in models:
+        if is_outside(model):
+            continue
+        opened = partial(_open_run, recipe, model, world, full_model(), console, _NONE)
+        run = _try(partial(opened, is_dry_run=True), problems)
+        if run is not None:
+            runs[model] = run
+            unchecked += _waiting(run.gauntlet)
+    host = _host(runs)
+    for model in models if not problems else ():
+        if model not in runs:
+            read = partial(_outside_tasks, recipe, model, host, world, console, None, full_model())
+            found = _try(partial(read, is_dry_run=True), problems)
+            unchecked += [] if found is None else _waiting(found[1])
+    if problems:
+        raise UserError(*problems)
+    return list(dict.fromkeys(unchecked))
+
+
+def _is_here(model: str) -> bool:
+    """Return whether a model can be opened without a download or a server."""
+    return not is_url(model) and not is_endpoint(model) and Path(model).expanduser().exists()
+
+
+def _waiting(gauntlet: Gauntlet | None) -> list[str]:
+    tasks = [] if gauntlet is None else gauntlet.waiting
+    return [f"task {task.label} ({task.dataset_uri})" for task in tasks]
+
+
+def _is_outside(model: str, live: Live) -> bool:
+    return live[model].checkpoint is None if model in live else is_outside(model)
+
+
 def _try(read: Callable[[], T], problems: list[str]) -> T | None:
     """What `read` gives, or None and its problems added to those of others."""
     try:
@@ -315,6 +352,8 @@ def _open_run(
     layout: ModelLayout,
     console: Console,
     live: Live,
+    *,
+    is_dry_run: bool = False,
 ) -> _Run:
     if path in live:
         checkpoint, fill = live[path].checkpoint, _do_nothing
@@ -339,6 +378,7 @@ def _open_run(
         console.note,
         generate=True,
         is_trained=loaded.is_trained,
+        is_dry_run=is_dry_run,
     )
     held_out = cache(partial(_held_out, loaded, run, config, world, console))
     return _Run(path, loaded, run, config, gauntlet, held_out, rows, fill)
@@ -464,33 +504,7 @@ def _outside(
     Returns:
         A function that adds the questions of held-out text, and returns what asks the model.
     """
-    config = recipe.eval if recipe.eval is not None or host is None else host.config
-    assert config is not None, "checked before"
-    if config.gauntlet is None:
-        raise UserError(
-            f"eval: {model} can only be asked a gauntlet, and the run beside it was asked none;"
-            " write eval=v0.3, another choice of yamls/eval, or eval.gauntlet=FILE"
-        )
-    outside = open_outside(
-        model,
-        recipe,
-        world,
-        seq_len=config.icl_seq_len,
-        note=console.note,
-        live=live,
-        layout=layout,
-    )
-    gauntlet = read_tasks(
-        config,
-        outside.settings,
-        generate=True,
-        cache_folder=recipe.cache_folder,
-        note=console.note,
-        world=world,
-        fetching=None if host is None else host.fetching,
-    )
-    assert gauntlet is not None, "checked before"
-    tasks = gauntlet
+    outside, tasks = _outside_tasks(recipe, model, host, world, console, live, layout)
     plain = re.sub(r"[^\w.-]+", "_", public(model)).strip("_")
     folder = _folder(recipe, model, Path("runs") / plain / "eval")
 
@@ -527,6 +541,47 @@ def _outside(
     return with_held_out
 
 
+def _outside_tasks(
+    recipe: EvalRecipe,
+    model: str,
+    host: _Host | None,
+    world: World,
+    console: Console,
+    live: OpenedModel | None,
+    layout: ModelLayout,
+    *,
+    is_dry_run: bool = False,
+) -> tuple[ExternalModel, Gauntlet]:
+    """Open a model from elsewhere without its weights, and read the questions for it."""
+    config = recipe.eval if recipe.eval is not None or host is None else host.config
+    assert config is not None, "checked before"
+    if config.gauntlet is None:
+        raise UserError(
+            f"eval: {model} can only be asked a gauntlet, and the run beside it was asked none;"
+            " write eval=v0.3, another choice of yamls/eval, or eval.gauntlet=FILE"
+        )
+    outside = open_outside(
+        model,
+        recipe,
+        world,
+        seq_len=config.icl_seq_len,
+        note=console.note,
+        live=live,
+        layout=layout,
+    )
+    gauntlet = read_tasks(
+        config,
+        outside.settings,
+        generate=True,
+        cache_folder=None if is_dry_run else recipe.cache_folder,
+        note=console.note,
+        world=world,
+        fetching=None if host is None else host.fetching,
+    )
+    assert gauntlet is not None, "checked before"
+    return outside, gauntlet
+
+
 def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:
     """The recipe's choice, with a folder for each of several models; else beside the model."""
     if recipe.output is None:
@@ -534,128 +589,3 @@ def _folder(recipe: EvalRecipe, model: str, default: Path) -> Path:
     folder = Path(recipe.output).expanduser()
     models = recipe.all_models()
     return folder if len(models) == 1 else folder / f"{models.index(model) + 1}"
-
-
-BATCH_TOKENS = 8192  # of a Hugging Face model at a time, where the recipe sets nothing
-UNSPELLED = "\uffff"  # no character: the server alone reads special tokens that a text spells
-ENDPOINT_BYTES = 1 << 20  # of a prompt: the server knows what it reads at most, we do not
-
-
-@dataclass(frozen=True)
-class ExternalModel:
-    """How a model is asked, and what loads it.
-
-    Attributes:
-        settings: its tokenizer and longest input.
-        load: the model with its weights, and what a reader must know of how it is computed.
-    """
-
-    settings: PromptSettings
-    load: Callable[[], tuple[EvaluatedModel, list[str]]]
-
-
-def _is_outside(model: str, live: Live) -> bool:
-    return live[model].checkpoint is None if model in live else is_outside(model)
-
-
-def is_outside(model: str) -> bool:
-    """Whether a model's name is that of none of our runs."""
-    return is_endpoint(model) or is_hugging_face(model) or is_adapter(model)
-
-
-def check_outside(model: str, seq_len: int | None) -> None:
-    """Whether there is a model of this name, without reading its weights or asking a server."""
-    if is_endpoint(model):
-        _address(model)
-    else:
-        check_model(model, seq_len=seq_len)
-
-
-def open_outside(
-    model: str,
-    recipe: EvalRecipe,
-    world: World,
-    *,
-    seq_len: int | None,
-    note: Callable[[str], None],
-    live: OpenedModel | None = None,
-    layout: ModelLayout | None = None,
-) -> ExternalModel:
-    """The model that a name stands for, but for its weights; see EvalRecipe.models.
-
-    Args:
-        model: the name.
-        recipe: how it is computed.
-        world: this process.
-        seq_len: longest question in tokens; unset: what the model reads at most.
-        note: reports what the model is computed in, if that is not what was asked.
-        live: the model, if a program holds it.
-        layout: how the model is distributed over processes; None: this process holds all of it.
-    """
-    if live is None and is_endpoint(model):
-        return _endpoint(model)
-    opened = live or open_model(
-        model, world, note=note, precision=recipe.precision, seq_len=seq_len, layout=layout
-    )
-    rows = recipe.device_eval_batch_size
-    tokens = rows * (seq_len or 1024) if isinstance(rows, int) else BATCH_TOKENS
-
-    def load() -> tuple[EvaluatedModel, list[str]]:
-        loaded = opened.load()
-        return _evaluated(loaded, world, opened.window, tokens), [*loaded.notes]
-
-    settings = PromptSettings.by_training(opened.tokenizer, opened.window, opened.start)
-    return ExternalModel(settings, load)
-
-
-def _evaluated(
-    loaded: LoadedModel, world: World, seq_len: int, batch_tokens: int
-) -> EvaluatedModel:
-    world = world.in_evaluation()
-    if loaded.root is None:
-        return HuggingFaceModel(
-            loaded.hugging_face,
-            loaded.tokenizer,
-            seq_len=seq_len,
-            batch_tokens=batch_tokens,
-            autocast=loaded.precision == "amp_bf16",
-        )
-    return OwnModel(
-        loaded.root,
-        loaded.tokenizer,
-        seq_len=seq_len,
-        device=world.device,
-        batch_tokens=batch_tokens,
-        autocast=loaded.autocast,
-        data_rank=world.data_rank,
-        data_size=world.data_size,
-        data_group=world.data_group,
-        end_ids=loaded.end_ids,
-        n_tokens=loaded.n_tokens,
-    )
-
-
-def _address(model: str) -> tuple[str, str]:
-    """chat: or nothing, an address, # and the server's name of the model: the last two."""
-    address, _, name = model.removeprefix(CHAT).partition("#")
-    if not name:
-        raise UserError(
-            f"models: {model}: names no model; write ADDRESS#MODEL, such as"
-            " http://localhost:8000/v1#my-model"
-        )
-    return address, name
-
-
-def _endpoint(model: str) -> ExternalModel:
-    address, name = _address(model)
-    # it takes text: tokens are bytes here, and only bound the length
-    tokenizer = Tokenizer(bytes_backend(UNSPELLED), UNSPELLED)
-
-    def spell(ids: Sequence[int]) -> str:
-        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
-
-    endpoint = Endpoint(address, name, chat=model.startswith(CHAT), spell=spell)
-    settings = PromptSettings.by_training(tokenizer, ENDPOINT_BYTES, None)
-    chat = Chat(ChatTemplate(RAW, {})) if endpoint.chat else None
-    settings = replace(settings, unit="bytes", can_score=endpoint.can_score, chat=chat)
-    return ExternalModel(settings, lambda: (endpoint, []))

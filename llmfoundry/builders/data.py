@@ -180,23 +180,34 @@ def _open_all(
     opening: _Opening, streams: Mapping[str, SourceConfig], validation: StreamConfig | None
 ) -> tuple[list[_Opened], HeldOut]:
     """Open training and held-out data; invalid rows of all sources are reported together."""
-    opened, problems = list[_Opened](), list[str]()
-    for name, source in streams.items():
+    by_name: dict[str, _Opened] = {}
+    measured: list[HeldOut] = []
+    problems: list[str] = []
+    # the cheapest sources first: of shards only the index is read, a corpus is tokenized
+    sources: list[tuple[str | None, SourceConfig]] = [*streams.items()]
+    sources += [(None, validation)] if validation is not None else []
+    for name, source in sorted(sources, key=lambda pair: _cost(pair[1])):
         try:
-            with under_key(stream_key(name)):
-                opened.append(opening.stream(name, source))
-        except BadRowsError as error:
-            problems += error.problems
-    held_out = [part for each in opened for part in each.validation]
-    if validation is not None:
-        try:
-            with under_key("data.validation"):
-                held_out.append(opening.held_out(validation))
+            with under_key("data.validation" if name is None else stream_key(name)):
+                if name is not None:
+                    by_name[name] = opening.stream(name, source)
+                else:
+                    assert isinstance(source, StreamConfig)
+                    measured.append(opening.held_out(source))
         except BadRowsError as error:
             problems += error.problems
     if problems:
         raise BadRowsError(*problems)
+    opened = [by_name[name] for name in streams]
+    held_out = [*(part for each in opened for part in each.validation), *measured]
     return opened, held_out[0] if len(held_out) == 1 else Chain(held_out)
+
+
+def _cost(source: SourceConfig) -> int:
+    """Return the rank of a source by what opening it costs for the first time."""
+    if source.is_supervised:
+        return 1
+    return 2 if source.name in CORPORA else 0
 
 
 def learning_corpus(config: DataConfig) -> DataConfig:

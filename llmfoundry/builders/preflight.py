@@ -18,13 +18,12 @@ from llmfoundry.builders.resume import StartPoint, check_start
 from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.data.order import ONLY, stream_key
 from llmfoundry.data.preparation.bad_rows import BadRowsError
-from llmfoundry.data.preparation.corpus import Corpus
+from llmfoundry.data.preparation.corpus import check_first_document
 from llmfoundry.data.supervised.first_rows import check_first_rows
 from llmfoundry.data.supervised.packed_examples import PackOptions
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import World
-from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet import Gauntlet
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.source import INSTRUCTIONS, SourceConfig, under_key
@@ -66,18 +65,11 @@ def check_sources(recipe: ResolvedTrainRecipe, world: World) -> None:
 
     def check() -> None:
         for key, config in _sources(recipe):
-            if is_here(config) and not config.is_supervised and config.name == "files":
+            if not config.is_supervised:
                 with under_key(key):
-                    _read_first(config)
+                    check_first_document(config)
 
     on_rank0(world, check)
-
-
-def _read_first(config: DataConfig) -> None:
-    corpus = Corpus(config)
-    if not corpus.files:
-        raise UserError("data.paths: no file that can be read is there; write others")
-    next(document for document in corpus if not document.blank)
 
 
 def check_inputs(

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from llmfoundry.api.examine import check_models, with_addresses
+from llmfoundry.api.conversion import check_destination
+from llmfoundry.api.examine import check_models, check_prompts, with_addresses
 from llmfoundry.builders.callbacks import check_callbacks
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
@@ -38,6 +39,7 @@ from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
 from llmfoundry.cli.commands.compare import page_path, read_runs, refuse_page
 from llmfoundry.cli.commands.launch import job_of
 from llmfoundry.cli.commands.migrate import prepare
+from llmfoundry.cli.commands.prepare_data import check_inputs_and_output
 from llmfoundry.cli.commands.scaling import print_plan as print_grid
 from llmfoundry.cli.commands.scaling_grid import grid
 from llmfoundry.cli.commands.scaling_runs import refuse_changed
@@ -45,9 +47,7 @@ from llmfoundry.cli.commands.track import run_with_record
 from llmfoundry.data.preparation.readers import find_files, left_out
 from llmfoundry.distributed.process_group import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
-from llmfoundry.files import refuse_used
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
-from llmfoundry.hf.gguf.write import check_output
 from llmfoundry.launch.runs import find, list_runs
 from llmfoundry.loggers.console import Console, format_gib, short_count
 from llmfoundry.migrate.migration import report
@@ -412,6 +412,7 @@ def _measured(recipe: TrainRecipe) -> str:
 
 def plan_preparing(recipe: ResolvedPrepareRecipe) -> Rows:
     """Of scripts/prepare_data.py."""
+    check_inputs_and_output(recipe)
     yield from _data(recipe)
     yield "tokenizer", recipe.tokenizer.name
     output = recipe.prepare.output
@@ -436,6 +437,9 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
         yield "measured", "what each run measured itself"
     elif recipe.eval.gauntlet is not None:
         yield "gauntlet", show(find_shipped(recipe.eval.gauntlet, "eval.gauntlet"))
+    unchecked = [*check_prompts(recipe, _alone(), Console(is_main=False)), "held-out text"]
+    yield "checked", "recipe, files of the gauntlet, models on this machine and their prompts"
+    yield "not checked", ", ".join(unchecked)
     yield "results", recipe.output or "beside each run, eval/<batch>/"
 
 
@@ -456,15 +460,12 @@ def plan_serving(recipe: ServeRecipe) -> Rows:
 
 def plan_conversion(recipe: ConvertRecipe) -> Rows:
     """Of scripts/convert.py."""
+    check_destination(recipe)
     if recipe.from_ is None:
         yield from _checkpoint(_named(recipe))
     else:
         yield "from", f"{_named(recipe)}, a Hugging Face model"
     output = Path(str(recipe.output)).expanduser()
-    if recipe.to == "gguf":
-        check_output(output)
-    else:
-        refuse_used(output)
     yield "to", f"{output}, as {recipe.to or 'a run of ours'}"
 
 

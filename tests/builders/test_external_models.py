@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry.api.examine import check_outside, is_outside, open_outside
+from llmfoundry.api.external_models import check_outside, is_outside, open_outside
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.models.hugging_face import HuggingFaceModel

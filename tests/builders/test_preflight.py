@@ -10,13 +10,17 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from llmfoundry.builders import resume, trainer
+from llmfoundry.api import conversion
+from llmfoundry.builders import data, resume, trainer
 from llmfoundry.builders.resume import StartPoint
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.cli import dry_run
+from llmfoundry.cli.commands import evaluate, prepare_data
 from llmfoundry.cli.dry_run import print_plan
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
+from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe
+from llmfoundry.recipe.before_training import PrepareRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import bytes_tokenizer
@@ -197,3 +201,69 @@ def test_a_dry_run_names_what_it_did_not_check(
     out = " ".join(capsys.readouterr().out.split())
     assert "for which the tokenizer is trained first" in out
     assert not (folder / "cache").exists()
+
+
+def test_missing_shards_are_refused_before_a_corpus_is_tokenized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "prepare_corpus", fails("preparation of a corpus"))
+    streams = (
+        "~data.paths",
+        "data.name=mixture",
+        "data.streams={a: {name: files, paths: [corpus], proportion: 0.5},"
+        " b: {name: shards, local: nothing, proportion: 0.5}}",
+    )
+    recipe = checked(TrainRecipe, folder / "tiny.yaml", list(streams)).resolve()
+    (line,) = refusal(lambda: data.open_data(recipe, bytes_tokenizer(), ALONE))
+    assert line.startswith("data.streams.b")
+
+
+def test_preparation_refuses_a_used_output_before_a_tokenizer_is_trained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_data, "build_tokenizer", fails("training of the tokenizer"))
+    (folder / "used").mkdir()
+    (folder / "used" / "mine.txt").write_text("mine")
+    words = ["tokenizer.name=train", "prepare.output=used"]
+    recipe = checked(PrepareRecipe, folder / "tiny.yaml", words).resolve()
+    started = refusal(lambda: prepare_data.prepare_data(recipe))
+    assert "mine.txt is not of a preparation" in started[0]
+    assert refusal(lambda: print_plan("prepare_data", recipe)) == started
+    words = ["tokenizer.name=train", "data.paths=[nothing]"]
+    recipe = checked(PrepareRecipe, folder / "tiny.yaml", words).resolve()
+    started = refusal(lambda: prepare_data.prepare_data(recipe))
+    assert started[0].startswith("data.paths: ")
+    assert not (folder / "cache").exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf", "peft"])
+def test_a_conversion_refuses_a_used_output_before_it_reads_a_checkpoint(
+    to: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("find_address", "open_checkpoint"):
+        monkeypatch.setattr(conversion, name, fails(name))
+    output = folder / "used.gguf"
+    output.mkdir()
+    (output / "mine.txt").write_text("mine")
+    recipe = checked(ConvertRecipe, None, ["checkpoint=runs/x", f"to={to}", f"output={output}"])
+    (line,) = refusal(lambda: conversion.convert(recipe))
+    assert line.startswith(f"output: {output} exists")
+    assert refusal(lambda: print_plan("convert", recipe)) == (line,)
+
+
+def test_an_evaluation_refuses_missing_rows_before_processes_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("relaunch", "join_layout"):
+        monkeypatch.setattr(evaluate, name, fails(name))
+    for module in (evaluate, dry_run):
+        monkeypatch.setattr(module, "check_models", lambda recipe: None)
+    task = {"label": "gone", "icl_task_type": "language_modeling", "num_fewshot": [0]}
+    tasks = {"icl_tasks": [{**task, "dataset_uri": "gone.jsonl"}]}
+    (folder / "gone.yaml").write_text(json.dumps(tasks))
+    words = ["checkpoint=runs/x", "eval.gauntlet=gone.yaml"]
+    recipe = checked(EvalRecipe, None, words)
+    started = refusal(lambda: evaluate.evaluate(recipe))
+    assert "icl_tasks: gone: dataset_uri: " in started[0]
+    monkeypatch.setattr(dry_run, "with_addresses", lambda recipe, world, note: (recipe, {}))
+    assert refusal(lambda: print_plan("evaluate", recipe)) == started

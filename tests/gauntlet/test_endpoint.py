@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llmfoundry.api.examine import open_outside
+from llmfoundry.api.external_models import open_outside
 from llmfoundry.cli.commands.evaluate import evaluate
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
+from llmfoundry.data.preparation.corpus import check_first_document
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.prepare import (
     ExecutionOptions,
+    check_free,
     manifest_summary,
     prepare_corpus,
     prepare_to,
@@ -29,10 +31,33 @@ from llmfoundry.redaction import public
 
 def prepare_data(recipe: ResolvedPrepareRecipe) -> None:
     """Write prepare.output, or fill the cache that `scripts/train.py` reads for the same recipe."""
+    check_inputs_and_output(recipe)
     if recipe.prepare.output is None:
         _fill_cache(recipe)
     else:
         _write(recipe, recipe.prepare, recipe.prepare.output)
+
+
+def check_inputs_and_output(recipe: ResolvedPrepareRecipe) -> None:
+    """Check the corpora and the output folder, before a tokenizer is trained.
+
+    A folder at a URL is checked when it is written.
+
+    Raises:
+        UserError: a corpus has no file, its first document cannot be read, or the folder holds
+            other files.
+    """
+    for key, corpus in _corpora(recipe.data).items():
+        with under_key(key):
+            check_first_document(corpus)
+    output = recipe.prepare.output
+    if output is not None and "://" not in output:
+        check_free(OutputFolder(_absolute(output), recipe.data.storage_options))
+
+
+def _absolute(output: str) -> str:
+    """Return a local folder as an absolute path, and a URL without a slash at its end."""
+    return output.rstrip("/") if "://" in output else str(Path(output).expanduser().absolute())
 
 
 def build_output(config: ResolvedPrepareConfig, tokenizer: Tokenizer) -> OutputFormat:
@@ -99,9 +124,8 @@ def _fill_cache(recipe: ResolvedPrepareRecipe) -> None:
 def _write(recipe: ResolvedPrepareRecipe, config: ResolvedPrepareConfig, output: str) -> None:
     """Prepare the corpus in a folder or at a URL, and print how to train on it."""
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=True)
-    folder = output.rstrip("/") if "://" in output else str(Path(output).expanduser().absolute())
     manifest = prepare_to(
-        OutputFolder(folder, recipe.data.storage_options),
+        OutputFolder(_absolute(output), recipe.data.storage_options),
         recipe.data,
         tokenizer,
         output=build_output(config, tokenizer),

@@ -48,6 +48,20 @@ from llmfoundry.recipe.data import DataConfig, FilterConfig, n_bytes
 _ROWS = 1024  # rows read at a time
 
 
+def check_first_document(config: DataConfig) -> None:
+    """Read the first document of a corpus of local files; do nothing for other sources.
+
+    Raises:
+        UserError: there is no file, or the document cannot be read.
+    """
+    if config.name != "files" or any("://" in path for path in config.paths):
+        return
+    corpus = Corpus(config)
+    if not corpus.files:
+        raise UserError("data.paths: no file that can be read is there; write others")
+    next(document for document in corpus if not document.blank)
+
+
 @dataclass(frozen=True)
 class Document:
     """Text of a corpus.

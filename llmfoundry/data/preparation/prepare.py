@@ -135,7 +135,7 @@ def prepare_to(
             else.
     """
     plan = PreparationPlan(Corpus(config), tokenizer, output, about)
-    _check_free(place)
+    check_free(place)
     with _writing(place):
         manifest = Manifest.read(place)
         if manifest is None:
@@ -182,7 +182,7 @@ def _open(folder: Path, config: DataConfig) -> PreparedCorpus:
     return PreparedCorpus(train, validation, manifest_summary(manifest))
 
 
-def _check_free(place: OutputFolder) -> None:
+def check_free(place: OutputFolder) -> None:
     """Check that the output folder is empty or belongs to a preparation.
 
     Raises:

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from llmfoundry.cli.dry_run import print_plan
+from llmfoundry.errors import UserError
+from llmfoundry.recipe.after_training import EvalRecipe
+from llmfoundry.recipe.load import checked
 from tests.tiny import losses, run, write_recipe
 
 TASKS = [
@@ -139,6 +143,20 @@ def test_results_name_what_was_asked_and_what_it_took(folder: Path) -> None:
     ]  # fmt: skip
     assert all(task["rows_hash"] and task["mode"] == "native" for task in results["tasks"])
     assert results["cost"]["tokens_computed"] > 0 and results["cost"]["seconds"] > 0
+
+
+def test_a_dry_run_makes_the_questions_of_models_here_and_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    words = ["models=[runs/asked, others]", "eval.gauntlet=gauntlet.yaml"]
+    print_plan("evaluate", checked(EvalRecipe, None, words))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "models on this machine and their prompts not checked held-out text" in out
+    with pytest.raises(UserError, match="rows of reverse are conversations, and the model has no"):
+        print_plan("evaluate", checked(EvalRecipe, None, [words[0], "eval=instructions"]))
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.slow
