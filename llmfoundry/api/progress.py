@@ -58,7 +58,7 @@ class QuietConsole(Console):
 
 
 class BarConsole(Console):
-    """Console with a progress bar of tqdm in place of a line each step, and without notes."""
+    """Console with a progress bar of tqdm in place of steps, and without notes and samples."""
 
     def __init__(self, *, is_main: bool = True) -> None:
         super().__init__(is_main=is_main)
@@ -67,6 +67,9 @@ class BarConsole(Console):
 
     def note(self, text: str) -> None:
         """Print nothing: a notebook's page would be full of what the report has."""
+
+    def samples(self, batch: int, samples: Any) -> None:
+        """Print nothing; samples.jsonl and the report have them."""
 
     def step(self, batch: int, metrics: Mapping[str, float], *, total: int) -> None:
         """Move the bar, and write the loss, the speed and the remaining time beside it."""
