@@ -7,7 +7,7 @@ do not wait for the import of torch.
 
 from __future__ import annotations
 
-from llmfoundry.cli import interrupt  # noqa: F401  first: Ctrl-C ends the slow imports quietly
+import llmfoundry.cli.interrupt  # noqa: F401  first: Ctrl-C ends the slow imports quietly
 
 # isort: split
 

@@ -29,7 +29,7 @@ from tests.plugin_tables import tables_as_before
 
 COMMAND = re.compile(
     r"(?:(?:srun|torchrun|python) [^\n`]*?(?<![\w/])scripts/(\w+)\.py"
-    r"|(?<![\w/-])llmfoundry (\w+))(?![\w/])([^\n`]*)"
+    r"|(?<![\w/-])(?<!import )llmfoundry (\w+))(?![\w/])([^\n`]*)"
 )
 END = re.compile(r"\s{2,}|\s#|\s?[;|]|\s(?:>|&&)\s")  # what follows is no argument
 NO_FRONT = {"gpu_check"}  # it takes no recipe: tests/benchmarks/test_gpu_check.py
