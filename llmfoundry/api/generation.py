@@ -9,6 +9,7 @@ from llmfoundry.builders.model_layout import ModelLayout, join_layout
 from llmfoundry.builders.open_model import LoadedModel, OpenedModel, lead, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.data.text.chat_template import ChatTemplate
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.local_ranks import with_local_ranks
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import enough_memory
@@ -24,7 +25,12 @@ def generate(recipe: GenerateRecipe) -> None:
     recipe.fill()
     with with_local_ranks(recipe.parallel), join_layout(recipe.parallel) as (world, layout):
         opened = open_drawn(recipe, world, layout)
-        template = chosen_template(recipe, opened) if recipe.message is not None else None
+        template = None
+        if recipe.message is not None:
+            template = chosen_template(recipe, opened.tokenizer)
+        else:  # before the weights are read, if the limit is known then
+            n_prompt = len(opened.prompt_ids(recipe.prompt))
+            check_length(opened.longest, n_prompt, recipe.max_new_tokens)
 
         def speak(model: LoadedModel) -> None:
             if recipe.message is not None:
@@ -47,13 +53,13 @@ def open_drawn(recipe: SamplingRecipe, world: World, layout: ModelLayout) -> Ope
     return open_model(name, world, note=note, precision=recipe.precision, layout=layout)
 
 
-def chosen_template(recipe: GenerateRecipe | ChatRecipe, opened: OpenedModel) -> ChatTemplate:
+def chosen_template(recipe: GenerateRecipe | ChatRecipe, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the chat template of a recipe.
 
     Raises:
         UserError: the model has no chat template, or not the requested one.
     """
-    tokenizer, choice = opened.tokenizer, recipe.chat_template
+    choice = recipe.chat_template
     return tokenizer.chat if choice is None else tokenizer.chat_by(choice, key="chat_template")
 
 

@@ -170,6 +170,13 @@ class OpenedModel:
     load_class: Callable[[str], LoadedModel] | None = None
     checkpoint: LoadedCheckpoint | None = None
 
+    @property
+    def longest(self) -> int | None:
+        """Learned positions of one of our runs; None: unlimited, or not known before `load`."""
+        if self.checkpoint is None:
+            return None
+        return longest_document(self.checkpoint.root.model.config)
+
     def prompt_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text to be continued, at least one.
 

@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from llmfoundry.api.conversion import check_destination
 from llmfoundry.api.examine import check_models, check_prompts, with_addresses
+from llmfoundry.api.generation import chosen_template
 from llmfoundry.builders.callbacks import check_callbacks
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
@@ -43,8 +45,11 @@ from llmfoundry.cli.commands.prepare_data import check_inputs_and_output
 from llmfoundry.cli.commands.scaling import print_plan as print_grid
 from llmfoundry.cli.commands.scaling_grid import grid
 from llmfoundry.cli.commands.scaling_runs import refuse_changed
+from llmfoundry.cli.commands.serve import chat_template
 from llmfoundry.cli.commands.track import run_with_record
+from llmfoundry.data.preparation.build_tokenizer import check_chat_template
 from llmfoundry.data.preparation.readers import find_files, left_out
+from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import Machine, World, slurm_environment, wanted_processes
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
@@ -69,9 +74,11 @@ from llmfoundry.plan.memory import GIB, MemoryEstimate
 from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.after_training import (
+    ChatRecipe,
     CompareRecipe,
     ConvertRecipe,
     EvalRecipe,
+    GenerateRecipe,
     RunsRecipe,
     SamplingRecipe,
     ServeRecipe,
@@ -217,8 +224,11 @@ def _inputs(
             checked.append("prompts of the gauntlet")
             missing += [f"task {task.label} ({task.dataset_uri})" for task in gauntlet.waiting]
     else:
+        if recipe.tokenizer.name == "train":
+            check_chat_template(recipe.tokenizer, recipe.data)
+            checked.append("chat template")
         learned = "is trained" if recipe.tokenizer.name == "train" else "is fetched"
-        missing.append(f"chat template and prompts, for which the tokenizer {learned} first")
+        missing.append(f"rows and prompts as tokens, for which the tokenizer {learned} first")
     yield "checked", ", ".join(checked)
     yield "not checked", ", ".join([*missing, "later rows and documents"])
 
@@ -445,17 +455,36 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
 
 def plan_drawing(recipe: SamplingRecipe) -> Rows:
     """Of scripts/generate.py and scripts/chat.py."""
-    yield from _any_model(_named(recipe), recipe.precision)
+    recipe.fill()
+    name = _named(recipe)
+    yield from _any_model(name, recipe.precision)
+    if isinstance(recipe, ChatRecipe | GenerateRecipe) and (
+        isinstance(recipe, ChatRecipe) or recipe.message is not None
+    ):
+        yield from _template(name, partial(chosen_template, recipe))
     how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
     yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
 
 
 def plan_serving(recipe: ServeRecipe) -> Rows:
     """Of scripts/serve.py."""
-    yield from _any_model(_named(recipe), recipe.precision)
+    name = _named(recipe)
+    yield from _any_model(name, recipe.precision)
+    yield from _template(name, partial(chat_template, recipe))
     key = "none" if recipe.read_key() is None else "asked for"
     yield "at", f"{recipe.host}, port {recipe.port or 'that is free'}; API key: {key}"
     yield "answers", f"{recipe.slots} at a time, {recipe.max_waiting} may wait"
+
+
+def _template(name: str, choose: Callable[[Tokenizer], Any]) -> Rows:
+    """Check the chat template of one of our runs on this machine."""
+    if is_url(name) or is_hugging_face(name) or is_adapter(name):
+        yield "not checked", "the chat template, which is the model's"
+        return
+    found = find_checkpoint(find_place(name, "checkpoint", _alone()), note=lambda line: None)
+    assert found is not None, "found before"
+    choose(Tokenizer.load(found.folder / "tokenizer"))
+    yield "checked", "the recipe, what is listed above, and the chat template"
 
 
 def plan_conversion(recipe: ConvertRecipe) -> Rows:

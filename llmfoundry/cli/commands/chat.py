@@ -36,7 +36,7 @@ def chat(recipe: ChatRecipe) -> None:
     recipe.fill()
     with with_local_ranks(recipe.parallel), join_layout(recipe.parallel) as (world, layout):
         opened = open_drawn(recipe, world, layout)
-        template = chosen_template(recipe, opened)
+        template = chosen_template(recipe, opened.tokenizer)
 
         def speak(model: LoadedModel) -> None:
             converse(recipe, open_conversation(recipe, opened, model, template))

@@ -47,6 +47,7 @@ def serve(recipe: ServeRecipe) -> None:
         name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=note)
         opened = open_model(name, world, note=note, precision=recipe.precision, layout=layout)
         template, why = chat_template(recipe, opened.tokenizer)
+        _length(recipe, opened, opened.longest)
         loaded = opened.load()
         for line in loaded.notes:
             note(line)
@@ -56,7 +57,7 @@ def serve(recipe: ServeRecipe) -> None:
             template,
             prompt_ids=opened.prompt_ids,
             n_tokens=loaded.n_tokens,
-            length=_length(recipe, opened, loaded),
+            length=_length(recipe, opened, loaded.longest),
             most_tokens=recipe.max_new_tokens,
             most_sequences=recipe.max_answers,
             end_ids=loaded.end_ids,
@@ -94,12 +95,12 @@ def chat_template(recipe: ServeRecipe, tokenizer: Tokenizer) -> tuple[ChatTempla
     return tokenizer.chat, ""
 
 
-def _length(recipe: ServeRecipe, opened: OpenedModel, loaded: LoadedModel) -> int:
-    """Tokens of a prompt and its answer together."""
+def _length(recipe: ServeRecipe, opened: OpenedModel, longest: int | None) -> int:
+    """Tokens of a prompt and its answer together; `longest` is the number of learned positions."""
     length = recipe.max_seq_len or opened.window
-    if loaded.longest is not None and length > loaded.longest:
+    if longest is not None and length > longest:
         raise UserError(
-            f"max_seq_len: {length}, but the model's learned positions end at {loaded.longest};"
+            f"max_seq_len: {length}, but the model's learned positions end at {longest};"
             " write that at most"
         )
     return length

@@ -41,12 +41,21 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, progress: bool
         UserError: the tokenizer cannot be loaded, or a setting does not fit it.
     """
     config = _with_defaults(config)
-    if config.name == "train":  # refuse the template before the corpus is read
-        _set_chat(Tokenizer(bytes_backend(), END_OF_TEXT), config, data)
+    if config.name == "train":
+        check_chat_template(config, data)
     tokenizer = _KINDS[config.name](config, data, progress)
     tokenizer.split_special_tokens = config.split_special_tokens
     _set_chat(tokenizer, config, data)
     return tokenizer
+
+
+def check_chat_template(config: TokenizerConfig, data: DataConfig) -> None:
+    """Check the chat template of a tokenizer before it is trained, with one of bytes.
+
+    Raises:
+        UserError: there is no such template, or the tokenizer cannot have it.
+    """
+    _set_chat(Tokenizer(bytes_backend(), END_OF_TEXT), config, data)
 
 
 def _set_chat(tokenizer: Tokenizer, config: TokenizerConfig, data: DataConfig) -> None:

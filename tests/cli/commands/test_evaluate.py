@@ -16,7 +16,7 @@ import yaml
 
 from llmfoundry.cli.dry_run import print_plan
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.after_training import EvalRecipe
+from llmfoundry.recipe.after_training import ChatRecipe, EvalRecipe, GenerateRecipe, ServeRecipe
 from llmfoundry.recipe.load import checked
 from tests.tiny import losses, run, write_recipe
 
@@ -156,6 +156,16 @@ def test_a_dry_run_makes_the_questions_of_models_here_and_writes_nothing(
     assert "models on this machine and their prompts not checked held-out text" in out
     with pytest.raises(UserError, match="rows of reverse are conversations, and the model has no"):
         print_plan("evaluate", checked(EvalRecipe, None, [words[0], "eval=instructions"]))
+    for command, recipe in (
+        ("chat", checked(ChatRecipe, None, ["checkpoint=runs/asked"])),
+        ("generate", checked(GenerateRecipe, None, ["checkpoint=runs/asked", "message=hello"])),
+        (
+            "serve",
+            checked(ServeRecipe, None, ["checkpoint=runs/asked", "chat_template=none.jinja"]),
+        ),
+    ):
+        with pytest.raises(UserError, match="chat_template: "):
+            print_plan(command, recipe)
     assert sorted(folder.rglob("*")) == before
 
 
