@@ -36,9 +36,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pruning(place: Path) -> Iterator[Path]:
-    """A run that saves after each step, and keeps one checkpoint; it is ended afterwards."""
+    """A run that saves after each step, and keeps one checkpoint, for the last tests here."""
     process = subprocess.Popen(
         command("train.py", "tiny.yaml", "run_name=live", "max_duration=100000ba", *PRUNING),
         cwd=place,
@@ -56,12 +56,6 @@ def pruning(place: Path) -> Iterator[Path]:
     process.kill()
     process.wait()
     assert still_trained
-
-
-@pytest.mark.parametrize("reads", [25, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_run_that_saves_and_prunes_can_always_be_read(pruning: Path, reads: int) -> None:
-    batches = [load_checkpoint(str(pruning), CPU, note=ignore).state["batch"] for _ in range(reads)]
-    assert batches == sorted(batches) and batches[-1] > batches[0]  # it pruned meanwhile
 
 
 def test_pruning_leaves_what_another_process_reads_until_it_has_read_it(
@@ -138,6 +132,12 @@ def test_where_the_only_checkpoint_vanishes_the_newer_one_is_read(
     notes: list[str] = []
     found = find_checkpoint(run, note=notes.append)
     assert found == run.checkpoint("ba0000002") and "ba0000001 is refused" in notes[0]
+
+
+@pytest.mark.parametrize("reads", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_run_that_saves_and_prunes_can_always_be_read(pruning: Path, reads: int) -> None:
+    batches = [load_checkpoint(str(pruning), CPU, note=ignore).state["batch"] for _ in range(reads)]
+    assert batches == sorted(batches) and batches[-1] > batches[0]  # it pruned meanwhile
 
 
 def test_commands_read_a_run_that_prunes(pruning: Path, place: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +25,7 @@ from llmfoundry.gauntlet.models.echo import read_score
 from llmfoundry.gauntlet.models.endpoint import Endpoint
 from llmfoundry.gauntlet.questions import Refusal, Score, ScoreRequest
 from tests.gauntlet.hugging_face_models import random_model, save_tokenizer
-from tests.tiny import ENV, ROOT, command
+from tests.warm_scripts import run_script
 
 TEXTS = [
     ("Question: What is 12 + 34?\nAnswer:", " 46"),
@@ -273,13 +272,8 @@ def test_multiple_choice_runs_on_a_server_and_a_refused_row_counts_as_wrong(
     }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"icl_tasks": [task]}))
     model = f'models=["{server.url}#m"]'
-    done = subprocess.run(
-        command("eval.py", model, "eval.gauntlet=g.yaml", "output=found"),
-        cwd=tmp_path,
-        env=ENV | {"no_proxy": "127.0.0.1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    words, direct = [model, "eval.gauntlet=g.yaml", "output=found"], {"no_proxy": "127.0.0.1"}
+    done = run_script("eval.py", words, cwd=tmp_path, variables=direct)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "found" / "results.json").read_text())["gauntlet"]
     (found,) = results["tasks"]
