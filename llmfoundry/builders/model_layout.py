@@ -98,7 +98,7 @@ def join_layout(config: ParallelConfig) -> Iterator[tuple[World, ModelLayout]]:
     Yields:
         This process, with the data-parallel groups of the mesh, and the layout.
     """
-    with join(config) as world:
+    with join(config, keeps_memory=config.keeps_whole) as world:
         meshes = build_mesh(config, world)
         layout = ModelLayout(without_activations(config).resolve(), meshes)
         yield with_mesh(world, meshes), layout

@@ -1,9 +1,10 @@
-"""Startup of generate, chat and serve on several processes: this process becomes rank 0.
+"""Startup of eval, generate, chat and serve on several processes: this process becomes rank 0.
 
 Entry point: `with_local_ranks`. torchrun would stand between the user and rank 0: it starts all
-ranks in sessions without a terminal, ends all of them on Ctrl-C, and kills them 30 seconds after
-SIGTERM. Here the user's process is rank 0, with its terminal, its signals and its exit status, and
-starts the other ranks as child processes. Under torchrun or Slurm nothing is started.
+ranks in sessions without a terminal, ends all of them on Ctrl-C, kills them 30 seconds after
+SIGTERM, and reports a failed rank in 30 lines. Here the user's process is rank 0, with its
+terminal, its signals and its exit status, and starts the other ranks as child processes. Under
+torchrun or Slurm nothing is started.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,20 +25,23 @@ from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.terminal import is_watched
 
 _HOST = "127.0.0.1"
+_GRACE = 2.0  # seconds in which rank 0 ends by itself if it has found the same mistake
 
 
 @contextmanager
-def with_local_ranks(config: ParallelConfig) -> Iterator[None]:
-    """Start the other ranks of a model that is sharded over this machine's devices.
+def with_local_ranks(config: ParallelConfig, *, replicas: bool = False) -> Iterator[None]:
+    """Start the other ranks of a command on this machine.
 
-    The model of one process needs no other ranks: without a sharded layout, a machine with eight
-    GPUs still runs one process. If a rank ends before this process, so does this process, with a
-    line that names the rank.
+    If a rank ends before this process, so does this process, with a line that says why.
+
+    Args:
+        config: determines the number of processes.
+        replicas: whether ranks with full models share the work: by default one per GPU. False:
+            without a sharded layout there is one process, however many GPUs there are.
     """
     started = "RANK" in os.environ or bool(slurm_environment())
-    wanted = 1
-    if not started and (config.nproc_per_node is not None or not config.keeps_whole):
-        wanted = wanted_processes(config)
+    several = replicas or config.nproc_per_node is not None or not config.keeps_whole
+    wanted = wanted_processes(config) if several and not started else 1
     if wanted == 1:
         yield
         return
@@ -63,25 +68,44 @@ def with_local_ranks(config: ParallelConfig) -> Iterator[None]:
         process.wait()
 
 
-def _start(rank: int) -> subprocess.Popen[bytes]:
+def _start(rank: int) -> subprocess.Popen[str]:
     """Start this command as another rank. It reads no input, and prints errors only."""
     return subprocess.Popen(
         [sys.executable, *sys.argv],
         env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
         start_new_session=True,  # Ctrl-C is for rank 0
     )
 
 
-def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
-    """End this process if a rank ends with an error. The rank has printed its own error line."""
+def _watch(rank: int, process: subprocess.Popen[str], is_over: threading.Event) -> None:
+    """Pass on the error output of a rank, and end this process if the rank fails.
+
+    Mistakes that every rank finds are reported by rank 0 alone: the error lines of another rank
+    are held until rank 0 has had time to end.
+    """
+    assert process.stderr is not None
+    held: list[str] = []
+    for line in process.stderr:
+        if line.startswith(f"[rank {rank}] "):
+            held.append(line)
+        else:
+            sys.stderr.write(line)
+            sys.stderr.flush()
     status = process.wait()
     if status == 0 or is_over.is_set():
         return
     if status < 0:
-        name = signal.Signals(-status).name
-        print(f"rank {rank} was killed by {name}; all ranks end", file=sys.stderr, flush=True)
+        held.append(f"rank {rank} was killed by {signal.Signals(-status).name}; all ranks end\n")
+    else:
+        time.sleep(_GRACE)
+    sys.stdout.flush()
+    sys.stderr.write("".join(held))
+    sys.stderr.flush()
     os._exit(max(status, 1))
 
 

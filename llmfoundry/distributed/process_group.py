@@ -28,7 +28,7 @@ from llmfoundry.distributed.failures import explain_failure
 from llmfoundry.distributed.relaunch import AGAIN
 from llmfoundry.errors import RunFailure, UserError
 from llmfoundry.exit_status import ENDS_FOLDER, own_node
-from llmfoundry.ops.devices import keep_memory
+from llmfoundry.ops.devices import keep_memory, return_memory
 from llmfoundry.ops.torch_private import default_store, set_timeouts
 from llmfoundry.processes import keep_children
 from llmfoundry.recipe.parallel import GLOO, NCCL, ParallelConfig
@@ -207,15 +207,22 @@ def first_host(nodelist: str) -> str:
 
 
 @contextmanager
-def join(config: ParallelConfig) -> Iterator[World]:
-    """Initialize the process group of the run, if it has several ranks; destroy it at the end."""
+def join(config: ParallelConfig, *, keeps_memory: bool = True) -> Iterator[World]:
+    """Initialize the process group of the run, if it has several ranks; destroy it at the end.
+
+    Args:
+        config: the `parallel` section.
+        keeps_memory: on a CPU, keep freed memory in this process, which is faster; false: return
+            it to the system, which takes less memory.
+    """
     # this process, from the launcher's environment
     os.environ.update(slurm_environment())
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(local_rank, config.dist_backend)
     if device.type == "cpu":
-        keep_memory()  # on a GPU, PyTorch's caching allocator does the same
+        # on a GPU, PyTorch's caching allocator keeps freed memory
+        keep_memory() if keeps_memory else return_memory()
     world = World(rank, size, local_rank, device, timedelta(seconds=config.dist_timeout))
     if size == 1:
         yield world

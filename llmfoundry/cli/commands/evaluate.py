@@ -10,7 +10,7 @@ from llmfoundry.api.examine import PAGE, Examined, check_models, examine
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model_layout import join_layout
 from llmfoundry.checkpoint.record_sync import send_files
-from llmfoundry.distributed.process_group import relaunch
+from llmfoundry.distributed.local_ranks import with_local_ranks
 from llmfoundry.files import write_json
 from llmfoundry.gauntlet.paired import PairedComparison, compare_rows
 from llmfoundry.loggers.console import Console
@@ -33,8 +33,10 @@ def evaluate(recipe: EvalRecipe) -> None:
     """
     check_models(recipe)
     check_gauntlet(recipe.eval or EvalConfig())
-    relaunch(recipe.parallel)
-    with join_layout(recipe.parallel) as (world, layout):
+    with (
+        with_local_ranks(recipe.parallel, replicas=True),
+        join_layout(recipe.parallel) as (world, layout),
+    ):
         console, examined = Console(is_main=world.is_main), list[Examined]()
         for found in examine(recipe, world, layout, console):
             if world.is_main:

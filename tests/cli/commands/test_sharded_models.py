@@ -118,7 +118,7 @@ def commands(rank: int, size: int, folder: Path, meeting_place: str, jobs: Seque
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
 
     @contextmanager
-    def joined(config: ParallelConfig) -> Iterator[World]:
+    def joined(config: ParallelConfig, **_: bool) -> Iterator[World]:
         yield World(rank, size, rank, torch.device("cpu"))
 
     model_layout.join = joined  # type: ignore[assignment]
