@@ -22,7 +22,7 @@ from llmfoundry.api.progress import console_of
 from llmfoundry.api.recipes import Overrides, checked_recipe
 from llmfoundry.api.run import Run
 from llmfoundry.builders.callbacks import MAKERS
-from llmfoundry.builders.evaluation import check_gauntlet
+from llmfoundry.builders.preflight import check_recipe
 from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.run_context import NOTHING, Additions, RunContext
 from llmfoundry.builders.trainer import build_trainer
@@ -112,7 +112,7 @@ def _train(recipe: ResolvedTrainRecipe, world: World, run: Storage, hooks: Hooks
     """Train; return what has stopped the run, empty where it is complete."""
     # The base of fine-tuning, before the record of the run is touched.
     pretrained = None
-    on_rank0(world, lambda: check_gauntlet(recipe.eval))
+    check_recipe(recipe, world)
     notes: list[str] = []
     if isinstance(recipe, ResolvedFinetuneRecipe):
         pretrained = open_base(recipe, world, note=notes.append)

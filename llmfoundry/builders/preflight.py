@@ -1,8 +1,9 @@
 """Checks of a training run that need no prepared data and no weights.
 
-Entry point: `check_run`, which `build_trainer` calls before it prepares data, builds the model or
-loads weights. `--dry-run` calls the same functions. The order is that of cost: what the recipe, the
-tokenizer, the chat template and the first rows show is refused before anything expensive.
+Entry points: `check_recipe`, before model.pretrained is downloaded, and `check_run`, before data is
+prepared, the model is built or weights are loaded. Training and `--dry-run` call the same
+functions. The order is that of cost: what the recipe, the files, the tokenizer, the chat template
+and the first rows show is refused before anything expensive.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from llmfoundry.builders.callbacks import check_callbacks
 from llmfoundry.builders.data import is_measured
-from llmfoundry.builders.evaluation import open_gauntlet
+from llmfoundry.builders.evaluation import check_gauntlet, open_gauntlet
 from llmfoundry.builders.pretrained import PretrainedModel
 from llmfoundry.builders.resume import StartPoint, check_start
 from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
@@ -49,27 +50,34 @@ def check_run(
     Raises:
         UserError: the run would be refused later.
     """
-    check_callbacks(recipe, world.size)
-    check_sources(recipe, world)
     tokenizer = make_tokenizer(recipe, world, pretrained)
     settle_vocabulary(recipe, tokenizer, note)
     return tokenizer, check_inputs(recipe, tokenizer, start, world, note)
 
 
-def check_sources(recipe: ResolvedTrainRecipe, world: World) -> None:
-    """Read the first document of each local corpus; every process must call this.
+def check_recipe(recipe: ResolvedTrainRecipe, world: World, *, n_ranks: int | None = None) -> None:
+    """Check the gauntlet's files, the callbacks, and the first document of each local corpus.
+
+    Every process must call this.
+
+    Args:
+        recipe: recipe of the run.
+        world: this process.
+        n_ranks: number of processes of the run; unset: those of `world`.
 
     Raises:
-        UserError: a corpus has no file, or its first document cannot be read.
+        UserError: a file is missing or has a mistake, or a corpus cannot be read.
     """
+    check_callbacks(recipe, n_ranks or world.size)
 
-    def check() -> None:
+    def check_files() -> None:
+        check_gauntlet(recipe.eval)
         for key, config in _sources(recipe):
             if not config.is_supervised:
                 with under_key(key):
                     check_first_document(config)
 
-    on_rank0(world, check)
+    on_rank0(world, check_files)
 
 
 def check_inputs(

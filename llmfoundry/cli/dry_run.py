@@ -20,12 +20,11 @@ import torch
 from llmfoundry.api.conversion import check_destination
 from llmfoundry.api.examine import check_models, check_prompts, with_addresses
 from llmfoundry.api.generation import chosen_template
-from llmfoundry.builders.callbacks import check_callbacks
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal, served_precision
 from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face
-from llmfoundry.builders.preflight import check_inputs, check_sources, not_checked
+from llmfoundry.builders.preflight import check_inputs, check_recipe, not_checked
 from llmfoundry.builders.pretrained import PretrainedModel, open_base
 from llmfoundry.builders.registry import find_address, is_version
 from llmfoundry.builders.resume import StartPoint, find_start
@@ -141,22 +140,15 @@ def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> N
 def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None) -> Rows:
     """A run of scripts/train.py or scripts/finetune.py, here or on other hardware."""
     world, model, pretrained = _world(recipe, hardware), None, None
+    check_recipe(recipe, _alone(), n_ranks=world.size)
     if isinstance(recipe, ResolvedFinetuneRecipe):
         if _is_on_hub(recipe):
             place = "" if is_url(str(recipe.base.pretrained)) else " of the hub"
             yield "model", f"{recipe.base.pretrained}{place}, fetched when the run begins"
             yield from _data(recipe)
             yield "measured", _measured(recipe)
-            check_callbacks(recipe, world.size)
-            check_sources(recipe, _alone())
-            yield (
-                "checked",
-                "recipe, callbacks, files of the gauntlet, first document of each corpus",
-            )
-            yield (
-                "not checked",
-                "memory, chat template, rows and prompts, which need the model's files",
-            )
+            yield "checked", "recipe, files of the gauntlet, first document of each local corpus"
+            yield "not checked", "memory, chat template, rows and prompts: they need the model"
             return
         pretrained = open_base(recipe, _alone(), note=lambda line: None)
         yield "pretrained", pretrained.summary
@@ -199,7 +191,6 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
         )
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
-    check_callbacks(recipe, world.size)
     yield from _inputs(recipe, pretrained, start)
 
 
@@ -209,7 +200,6 @@ def _inputs(
     """Run the checks of a run before it prepares data, and say which could not be run here."""
     recipe = copy.deepcopy(recipe)  # the vocabulary is settled in it
     world = _alone()
-    check_sources(recipe, world)
     checked = ["recipe", "layout", "memory", "first rows or document of each local source"]
     missing = not_checked(recipe)
     if start is None:
@@ -412,7 +402,6 @@ def _checkpoints(recipe: ResolvedTrainRecipe, need: MemoryEstimate, model: Decod
 
 
 def _measured(recipe: TrainRecipe) -> str:
-    check_gauntlet(recipe.eval)
     what = ["held-out text"] if recipe.eval.validation else []
     if recipe.eval.gauntlet is not None:
         what.append(show(find_shipped(recipe.eval.gauntlet, "eval.gauntlet")))

@@ -10,8 +10,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from llmfoundry.api import conversion
+from llmfoundry.api import conversion, training
 from llmfoundry.builders import data, resume, trainer
+from llmfoundry.builders.preflight import check_recipe
 from llmfoundry.builders.resume import StartPoint
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.cli import dry_run
@@ -21,6 +22,7 @@ from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.after_training import ConvertRecipe, EvalRecipe
 from llmfoundry.recipe.before_training import PrepareRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.shards import bytes_tokenizer
@@ -94,6 +96,24 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+def start(recipe: Any, run_folder: Storage) -> None:
+    """What training does up to the first step (`api/training.py`)."""
+    check_recipe(recipe, ALONE)
+    trainer.build_trainer(recipe, ALONE, MagicMock(), run_folder)
+
+
+def test_training_checks_the_recipe_before_it_fetches_a_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "open_base", fails("open_base"))
+    words = ["model.pretrained=hub/id", "data.name=files", "data.paths=[nothing]", "run_name=x"]
+    recipe = checked(FinetuneRecipe, None, [*words, "max_duration=2ba"]).resolve()
+    hooks = MagicMock(console=None)
+    (line,) = refusal(lambda: training._train(recipe, ALONE, MagicMock(), hooks))
+    assert line.startswith("data.paths: ")
+    assert refusal(lambda: print_plan("train", recipe)) == (line,)
+
+
 def refusal(function: Callable[[], Any]) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         function()
@@ -115,7 +135,7 @@ def test_a_run_and_its_dry_run_refuse_before_data_is_prepared(
     planned = refusal(lambda: print_plan("train", resolved()))
     assert sorted(folder.rglob("*")) == before, "a dry run writes nothing"
     run_folder = Storage(folder / "runs" / "tiny")
-    started = refusal(lambda: trainer.build_trainer(resolved(), ALONE, MagicMock(), run_folder))
+    started = refusal(lambda: start(resolved(), run_folder))
     assert planned == started and message in planned[0]
     assert not (folder / "cache" / "supervised").exists() and not (folder / "runs").exists()
 
@@ -145,7 +165,7 @@ def test_no_tokenizer_is_trained_for_a_run_that_is_refused(
     words = ("tokenizer.name=train", *words)
     recipe = checked(TrainRecipe, folder / "tiny.yaml", list(words)).resolve()
     run_folder = Storage(folder / "runs" / "tiny")
-    started = refusal(lambda: trainer.build_trainer(recipe, ALONE, MagicMock(), run_folder))
+    started = refusal(lambda: start(recipe, run_folder))
     assert message in started[0]
     assert not (folder / "cache").exists() and not (folder / "runs").exists()
 
@@ -155,9 +175,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_data_is_prepared(
 ) -> None:
     for name in EXPENSIVE:
         monkeypatch.setattr(trainer, name, fails(name))
-    start = StartPoint(Checkpoint(Storage(folder / "runs/first"), folder / "runs/first/ba1"))
+    found = StartPoint(Checkpoint(Storage(folder / "runs/first"), folder / "runs/first/ba1"))
     for module in (trainer, dry_run):
-        monkeypatch.setattr(module, "find_start", lambda *args: start)
+        monkeypatch.setattr(module, "find_start", lambda *args: found)
     identity = {"model.n_layers": 2, "tokenizer": bytes_tokenizer().fingerprint}
     state = {"order": {}, "identity": identity}
     monkeypatch.setattr(resume, "read_state", lambda checkpoint: state)
@@ -168,7 +188,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_data_is_prepared(
 
     planned = refusal(lambda: print_plan("train", resolved()))
     run_folder = Storage(folder / "runs" / "second")
-    started = refusal(lambda: trainer.build_trainer(resolved(), ALONE, MagicMock(), run_folder))
+    started = refusal(lambda: start(resolved(), run_folder))
     assert planned == started and any(
         "model.n_layers: 3, but checkpoint" in line for line in started
     )
