@@ -72,7 +72,11 @@ def _imported(name: str) -> Any:
 
 
 class _CallablePackage(types.ModuleType):
-    """A package that is also a function: `lf.train(...)` beside `llmfoundry.train.trainer`."""
+    # A package that is also a function: `lf.train(...)` beside `llmfoundry.train.trainer`.
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        return inspect.getdoc(_imported(self.__name__.rpartition(".")[2])) or ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _imported(self.__name__.rpartition(".")[2])(*args, **kwargs)

@@ -22,7 +22,7 @@ from llmfoundry.builders.registry import find_address
 from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World, choose_device
-from llmfoundry.errors import UserError
+from llmfoundry.errors import UserError, one_line
 from llmfoundry.inference.text import stream_text
 from llmfoundry.models.attention import longest_document
 from llmfoundry.ops.packed_layout import PackedLayout
@@ -48,7 +48,7 @@ class Model(nn.Module):
     Attributes:
         name: the name that it was loaded by.
         module: the `Decoder`, or the class of transformers that computes the model.
-        precision: fp32, amp_bf16 or bf16, in which `forward` computes.
+        precision: fp32, bf16, fp16 or amp_bf16, in which `forward` computes.
     """
 
     def __init__(self, opened: OpenedModel, loaded: LoadedModel) -> None:
@@ -108,8 +108,10 @@ class Model(nn.Module):
         recipe.fill()
         if isinstance(prompt, str):
             ids = self._opened.prompt_ids(prompt)
-        else:
+        elif prompt.numel() == prompt.shape[-1] > 0:
             ids = prompt.flatten().tolist()
+        else:
+            raise UserError(f"prompt: ids {tuple(prompt.shape)}, and one sequence is continued")
         was_training = self.training
         self.eval()
         try:
@@ -191,7 +193,7 @@ def load(
         name: a run's folder or a checkpoint's, or the URL of one; a `Run`; an adapter's folder in
             peft's format; a folder that transformers saved, or hf:OWNER/NAME on the hub; or a
             registered version, models:/NAME@best.
-        precision: fp32, amp_bf16 or bf16; None: the run's precision, for other models fp32.
+        precision: fp32, bf16, fp16 or amp_bf16; None: the default of scripts/generate.py.
         device: None: this process's GPU, else the CPU.
 
     Raises:
@@ -263,8 +265,13 @@ def build(
 
 def this_process(device: str | torch.device | None = None) -> World:
     """Return the world of this process alone, also under a launcher."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    return World(0, 1, 0, torch.device(device) if device else choose_device(local_rank, None))
+    if device is None:
+        return World(0, 1, 0, choose_device(int(os.environ.get("LOCAL_RANK", 0)), None))
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device: {device} cannot be used: {one_line(error)}; write cpu") from error
+    return World(0, 1, 0, torch.device(device))
 
 
 def to_stderr(text: str) -> None:
