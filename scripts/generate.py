@@ -10,4 +10,4 @@ from llmfoundry.cli.script import run
 from llmfoundry.recipe.after_training import GenerateRecipe
 
 if __name__ == "__main__":
-    run(GenerateRecipe, "llmfoundry.api.generation:generate", help=__doc__)
+    run(GenerateRecipe, "llmfoundry.cli.commands.generate:generate", help=__doc__)

@@ -38,6 +38,7 @@ ENV["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not beg
 IMPORTED = (
     "llmfoundry.cli.commands.train",
     "llmfoundry.cli.commands.evaluate",
+    "llmfoundry.cli.commands.generate",
     *(f"llmfoundry.api.{name}" for name in ("examine", "conversion", "generation")),
     "llmfoundry.cli.script",
     "llmfoundry.recipe.compose",

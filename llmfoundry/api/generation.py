@@ -1,47 +1,25 @@
-"""`scripts/generate.py`: continue a prompt or answer a message, printing as it goes."""
+"""Generation of text by a loaded model: a continued prompt, or a conversation.
+
+`Model.generate`, `scripts/generate.py` and `scripts/chat.py` call `continue_prompt` and
+`open_conversation`.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 
-from llmfoundry.builders.model_layout import ModelLayout, join_layout
-from llmfoundry.builders.open_model import LoadedModel, OpenedModel, lead, open_model
+from llmfoundry.builders.model_layout import ModelLayout
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
 from llmfoundry.builders.registry import find_address
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
-from llmfoundry.distributed.local_ranks import with_local_ranks
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import enough_memory
 from llmfoundry.inference.engine import SlotEngine, check_length, stream
 from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import Conversation, stream_text
 from llmfoundry.recipe.after_training import ChatRecipe, GenerateRecipe, SamplingRecipe
-from llmfoundry.terminal import shown_on
-
-
-def generate(recipe: GenerateRecipe) -> None:
-    """Print prompt and continuation, or the answer to a message, on stdout."""
-    recipe.fill()
-    with with_local_ranks(recipe.parallel), join_layout(recipe.parallel) as (world, layout):
-        opened = open_drawn(recipe, world, layout)
-        template = None
-        if recipe.message is not None:
-            template = chosen_template(recipe, opened.tokenizer)
-        else:  # before the weights are read, if the limit is known then
-            n_prompt = len(opened.prompt_ids(recipe.prompt))
-            check_length(opened.longest, n_prompt, recipe.max_new_tokens)
-
-        def speak(model: LoadedModel) -> None:
-            if recipe.message is not None:
-                pieces = open_conversation(recipe, opened, model, template).ask(recipe.message)
-            else:
-                pieces = _continue(recipe, opened, model)
-            for piece in pieces:
-                print(shown_on(sys.stdout, piece), end="", flush=True)
-            print()
-
-        lead(load_drawn(opened), world, speak)
 
 
 def open_drawn(recipe: SamplingRecipe, world: World, layout: ModelLayout) -> OpenedModel:
@@ -117,7 +95,10 @@ class Drawer:
         return self._engine
 
 
-def _continue(recipe: GenerateRecipe, opened: OpenedModel, model: LoadedModel) -> Iterator[str]:
+def continue_prompt(
+    recipe: GenerateRecipe, opened: OpenedModel, model: LoadedModel
+) -> Iterator[str]:
+    """Yield the prompt of a recipe, and then its continuation in pieces."""
     ids = opened.prompt_ids(recipe.prompt)
     tokens = Drawer(recipe, model).draw(ids, recipe.max_new_tokens)
     yield recipe.prompt

@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from llmfoundry.api.generation import Drawer
+from llmfoundry.api.generation import Drawer, continue_prompt
 from llmfoundry.api.recipes import Overrides, checked_recipe, checked_words
 from llmfoundry.builders.adapter import adapt, begin_adapter
 from llmfoundry.builders.model import build_root, served_precision
@@ -23,7 +23,6 @@ from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import World, choose_device
 from llmfoundry.errors import UserError, one_line
-from llmfoundry.inference.text import stream_text
 from llmfoundry.models.attention import longest_document
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.after_training import GenerateRecipe
@@ -103,25 +102,22 @@ class Model(nn.Module):
         Raises:
             UserError: a setting is unknown or out of range, or the prompt is too long.
         """
-        words = words_of({"checkpoint": self.name, "prompt": "", **settings})
+        is_text = isinstance(prompt, str)
+        words = words_of({"checkpoint": self.name, "prompt": prompt if is_text else "", **settings})
         recipe = checked_words(GenerateRecipe, None, words)
         recipe.fill()
-        if isinstance(prompt, str):
-            ids = self._opened.prompt_ids(prompt)
-        elif prompt.numel() == prompt.shape[-1] > 0:
-            ids = prompt.flatten().tolist()
-        else:
-            raise UserError(f"prompt: ids {tuple(prompt.shape)}, and one sequence is continued")
         was_training = self.training
         self.eval()
         try:
-            drawer = Drawer(recipe, self._on_device())
-            tokens = [*drawer.draw(ids, recipe.max_new_tokens)]
+            if isinstance(prompt, str):
+                return "".join(continue_prompt(recipe, self._opened, self._on_device()))
+            if prompt.numel() != prompt.shape[-1] or not prompt.numel():
+                raise UserError(f"prompt: ids {tuple(prompt.shape)}, and one sequence is continued")
+            ids = prompt.flatten().tolist()
+            tokens = Drawer(recipe, self._on_device()).draw(ids, recipe.max_new_tokens)
+            return torch.tensor([[*ids, *tokens]], device=self.device)
         finally:
             self.train(was_training)
-        if not isinstance(prompt, str):
-            return torch.tensor([[*ids, *tokens]], device=self.device)
-        return prompt + "".join(stream_text(tokens, self._opened.tokenizer.decode, prompt=ids))
 
     def _on_device(self) -> LoadedModel:
         """The model where its weights are now."""

@@ -39,7 +39,7 @@ def digits_loss(model: Any, batch: Any) -> Result:
 
 
 def recipe(name: str, **values: object) -> Any:
-    short = {"run_name": name, "max_duration": "2ba"}
+    short = {"run_name": f"loss-{name}", "max_duration": "2ba"}
     return lf.recipe("tiny.yaml", {**short, **values})
 
 
@@ -79,7 +79,7 @@ def test_the_mean_is_of_the_global_batch(here: Path, loss: Callable[..., Result]
     assert losses(runs[1].folder) == pytest.approx(found, rel=1e-5)  # also after an update
     if loss is not tokens_loss:
         on_ranks(train_on_rank, [str(here), name], 2)
-        assert losses(Path(f"runs/{name}-ranks")) == pytest.approx(found, rel=1e-5)
+        assert losses(Path(f"runs/loss-{name}-ranks")) == pytest.approx(found, rel=1e-5)
 
 
 def test_cross_entropy_of_ones_own_trains_as_the_built_in_one(here: Path) -> None:

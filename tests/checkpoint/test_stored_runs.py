@@ -15,12 +15,12 @@ import fsspec
 import pytest
 
 from llmfoundry.api.conversion import convert
-from llmfoundry.api.generation import generate
 from llmfoundry.checkpoint import run_lock
 from llmfoundry.checkpoint.object_storage import find_run
 from llmfoundry.checkpoint.open_run import run_storage
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.cli.commands.evaluate import evaluate
+from llmfoundry.cli.commands.generate import generate
 from llmfoundry.cli.commands.track import track
 from llmfoundry.cli.commands.train import train
 from llmfoundry.data.file_spec import FetchOptions

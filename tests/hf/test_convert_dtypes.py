@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmfoundry.api.conversion import convert
-from llmfoundry.api.generation import generate
 from llmfoundry.builders import open_model
+from llmfoundry.cli.commands.generate import generate
 from llmfoundry.recipe.after_training import ConvertRecipe, GenerateRecipe
 from tests.hf.random_models import CARD, LLAMA, decoder, settings, to_hf, write_tokenizer
 

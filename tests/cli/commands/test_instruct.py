@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from llmfoundry.api.generation import generate
 from llmfoundry.cli.commands.chat import chat
 from llmfoundry.cli.commands.evaluate import evaluate
+from llmfoundry.cli.commands.generate import generate
 from llmfoundry.cli.commands.train import train
 from llmfoundry.data.text.bpe import END_OF_TEXT
 from llmfoundry.errors import UserError

@@ -129,9 +129,9 @@ def commands(rank: int, size: int, folder: Path, meeting_place: str, jobs: Seque
 
 
 def _printed(command: str, words: list[str]) -> str:
-    from llmfoundry.api.generation import generate
     from llmfoundry.cli.commands.chat import chat
     from llmfoundry.cli.commands.evaluate import evaluate
+    from llmfoundry.cli.commands.generate import generate
 
     actions: dict[str, tuple[Any, Any]] = {
         "eval": (EvalRecipe, evaluate),
