@@ -274,7 +274,7 @@ def test_a_conversion_refuses_a_used_output_before_it_reads_a_checkpoint(
 def test_an_evaluation_refuses_missing_rows_before_processes_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("relaunch", "join_layout"):
+    for name in ("with_local_ranks", "join_layout"):
         monkeypatch.setattr(evaluate, name, fails(name))
     for module in (evaluate, dry_run):
         monkeypatch.setattr(module, "check_models", lambda recipe: None)
