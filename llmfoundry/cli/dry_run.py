@@ -110,26 +110,29 @@ Rows = Iterator[tuple[str, str]]
 CPU = torch.device("cpu")
 _FILES = ("python_stdlib", "files")
 TOKENS = {("allenai/c4", "en"): 156e9}
-"""Of data sets of the hub, about: of C4 by Dodge et al., 2021 (arXiv 2104.08758), table 1."""
+"""Approximate numbers of tokens of data sets on the hub, by data set and subset.
+
+C4: Dodge et al., 2021 (arXiv 2104.08758), table 1."""
 
 
 def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> None:
-    """Print what `command`, a script's function, would do with a checked recipe.
+    """Print what a command would do with a checked recipe.
 
     Args:
-        command: its name.
-        recipe: its recipe.
-        hardware: of a training run: GPUs that are not here.
+        command: name of the script's function, a key of PLANS.
+        recipe: checked recipe of the command.
+        hardware: GPUs to estimate a training run for; None: the devices of this machine.
 
     Raises:
-        UserError: it would refuse the recipe.
+        UserError: the command would refuse the recipe.
     """
     if hardware is None:
         os.environ.update(slurm_environment())
     is_training = PLANS[command] is plan_training
     if hardware is not None and not is_training:
         raise UserError(f"--dry-run: {hardware}: only a training run is estimated for other GPUs")
-    rows = list(plan_training(recipe, hardware) if is_training else PLANS[command](recipe))
+    plan = plan_training(recipe, hardware) if is_training else PLANS[command](recipe)
+    rows = list(plan)
     if int(os.environ.get("RANK", 0)) == 0:
         if all(label != "checked" for label, _ in rows):
             rows.append(("checked", "the recipe, and what is listed above"))
@@ -138,21 +141,19 @@ def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> N
 
 
 def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None) -> Rows:
-    """A run of scripts/train.py or scripts/finetune.py, here or on other hardware."""
+    """Yield the plan of scripts/train.py or scripts/finetune.py, here or on other hardware."""
+    # the base model of fine-tuning, which must be on this machine to count its parameters
     world, model, pretrained = _world(recipe, hardware), None, None
     check_recipe(recipe, _alone(), n_ranks=world.size)
     if isinstance(recipe, ResolvedFinetuneRecipe):
         if _is_on_hub(recipe):
-            place = "" if is_url(str(recipe.base.pretrained)) else " of the hub"
-            yield "model", f"{recipe.base.pretrained}{place}, fetched when the run begins"
-            yield from _data(recipe)
-            yield "measured", _measured(recipe)
-            yield "checked", "recipe, files of the gauntlet, first document of each local corpus"
-            yield "not checked", "memory, chat template, rows and prompts: they need the model"
+            yield from _plan_remote_base(recipe)
             return
         pretrained = open_base(recipe, _alone(), note=lambda line: None)
         yield "pretrained", pretrained.summary
         model = sketch(recipe)
+
+    # the checks that a run makes before it allocates memory
     recipe.precision = served_precision(recipe.precision, world, lambda line: None)
     guessed = with_guessed_vocabulary(recipe)
     check_layout(recipe, world)
@@ -161,6 +162,8 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
     if hardware is None:
         check_workers(recipe.data, world)
         check_kernels(recipe, world.device)
+
+    # the largest microbatch that fits
     free = memory_of_process(world) if hardware is None else hardware.memory - TAKEN
     fit = choose_fit(
         guessed,
@@ -172,6 +175,8 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
     )
     rows, need = fit.microbatch, fit.need
     start = _start(recipe)
+
+    # model, data, length, memory and layout
     yield "run", f"{recipe.save_folder}, begins {_begins(recipe, start)}"
     yield "model", _size(guessed, need)
     yield from _data(recipe)
@@ -182,33 +187,58 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
     if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
         yield "", checkpointing_line(guessed, fit)
     if world.size > 1 and model is None:
-        node = node_size() if "RANK" in os.environ else world.size  # else all are of this machine
-        node = node if hardware is None else hardware.gpu.node
+        if hardware is not None:
+            node = hardware.gpu.node
+        elif "RANK" in os.environ:  # a launcher has started the processes
+            node = node_size()
+        else:  # this command would start all processes on this machine
+            node = world.size
         yield from _layout(guessed, world, fit, node, _timed_gpu(world, hardware))
     if model is None:
         yield from _time(
             with_level(guessed, fit.checkpointing, fit.compression), world, fit, hardware
         )
+
+    # checkpoints, evaluation and the checks of inputs
     yield "checkpoints", _checkpoints(recipe, need, model)
     yield "measured", _measured(recipe)
     yield from _inputs(recipe, pretrained, start)
 
 
+def _plan_remote_base(recipe: ResolvedFinetuneRecipe) -> Rows:
+    """Yield the plan of a fine-tuning run whose base model is not downloaded yet."""
+    place = "" if is_url(str(recipe.base.pretrained)) else " of the hub"
+    yield "model", f"{recipe.base.pretrained}{place}, fetched when the run begins"
+    yield from _data(recipe)
+    yield "measured", _measured(recipe)
+    yield "checked", "recipe, files of the gauntlet, first document of each local corpus"
+    yield "not checked", "memory, chat template, rows and prompts: they need the model"
+
+
 def _inputs(
     recipe: ResolvedTrainRecipe, pretrained: PretrainedModel | None, start: StartPoint | None
 ) -> Rows:
-    """Run the checks of a run before it prepares data, and say which could not be run here."""
-    recipe = copy.deepcopy(recipe)  # the vocabulary is settled in it
+    """Check the inputs as a run does before it prepares data; yield what was and was not checked.
+
+    Args:
+        recipe: resolved recipe; not changed.
+        pretrained: base model of fine-tuning.
+        start: checkpoint that the run would start from; None: the run is in an object store.
+    """
+    # local data, which needs no tokenizer
+    recipe = copy.deepcopy(recipe)  # settle_vocabulary changes it
     world = _alone()
     checked = ["recipe", "layout", "memory", "first rows or document of each local source"]
     missing = not_checked(recipe)
     if start is None:
         missing.append("the checkpoint in the store")
+
+    # chat template and prompts, which need the tokenizer
     if _is_tokenizer_here(recipe):
         tokenizer = make_tokenizer(recipe, world, pretrained)
         settle_vocabulary(recipe, tokenizer, lambda line: None)
-        begin = start or StartPoint()
-        gauntlet = check_inputs(recipe, tokenizer, begin, world, lambda line: None, is_dry_run=True)
+        start = start or StartPoint()
+        gauntlet = check_inputs(recipe, tokenizer, start, world, lambda line: None, is_dry_run=True)
         checked += ["tokenizer", "chat template"]
         if gauntlet is not None:
             checked.append("prompts of the gauntlet")
@@ -224,7 +254,7 @@ def _inputs(
 
 
 def _is_tokenizer_here(recipe: ResolvedTrainRecipe) -> bool:
-    """Whether the tokenizer can be had without training or downloading it."""
+    """Return whether the tokenizer is available without training or downloading it."""
     config = recipe.tokenizer
     if config.name == "huggingface":
         return Path(str(config.path)).expanduser().exists()
@@ -232,7 +262,7 @@ def _is_tokenizer_here(recipe: ResolvedTrainRecipe) -> bool:
 
 
 def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
-    """Seconds of a step where the GPU is known."""
+    """Yield seconds per step and speed if the speed of the GPU is known."""
     gpu = _timed_gpu(world, hardware)
     if gpu is None:
         return
@@ -242,21 +272,27 @@ def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, hardware: Hardwar
 
 
 def _timed_gpu(world: World, hardware: Hardware | None) -> Gpu | None:
-    """The data sheet of the GPUs, where it says how fast they are."""
+    """Return the data sheet of the GPUs; None if it has no speeds."""
     if hardware is None:
         return gpu_here(world.device)
     return hardware.gpu if hardware.is_timed else None
 
 
 def _start(recipe: ResolvedTrainRecipe) -> StartPoint | None:
-    """The checkpoint that a run would begin with; None: the run is in a store."""
+    """Return the checkpoint that a run would start from; None: the run is in an object store."""
     if is_url(recipe.save_folder):
         return None
     return find_start(recipe, run_storage(recipe), _alone(), lambda line: None)
 
 
 def _begins(recipe: ResolvedTrainRecipe, start: StartPoint | None) -> str:
-    """Where a run would begin; of one in a store no more is read than the names."""
+    """Return the text about where a run would begin.
+
+    Args:
+        recipe: resolved recipe.
+        start: checkpoint on this machine; None: the run is in an object store, of which only file
+            names are read.
+    """
     if start is None:
         run = run_storage(recipe)
         newest = next(filter(run.has_commit, run.checkpoints()), None)
@@ -265,12 +301,13 @@ def _begins(recipe: ResolvedTrainRecipe, start: StartPoint | None) -> str:
 
 
 def _world(recipe: TrainRecipe, hardware: Hardware | None) -> World:
-    """The processes that would be started, or those of the launcher in charge."""
+    """Return rank 0 of the processes that would be started, or that a launcher has started."""
     if hardware is not None:
         return World(0, hardware.gpus, 0, torch.device("cuda", 0))
     size = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    sharing = -(-here // max(1, torch.cuda.device_count()))  # above 1 under gloo alone
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    # processes per GPU, rounded up; more than 1 only with gloo
+    sharing = math.ceil(local_size / max(1, torch.cuda.device_count()))
     if not torch.cuda.is_available():
         return World(0, size, 0, CPU)
     machine = Machine(0, sharing=sharing) if sharing > 1 else None
@@ -282,15 +319,19 @@ def _device(world: World, hardware: Hardware | None) -> str:
         return f"{hardware}, which are not here"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     sharing = 1 if world.machine is None else world.machine.sharing
-    return f"{-(-world.size // sharing)} x {device}" + f" ({world.size} processes)" * (sharing > 1)
+    text = f"{math.ceil(world.size / sharing)} x {device}"
+    if sharing > 1:
+        text += f" ({world.size} processes)"
+    return text
 
 
 def _alone() -> World:
+    """Return a world of one process on the CPU, for checks that need no other process."""
     return World(rank=0, size=1, local_rank=0, device=CPU)
 
 
 def _is_on_hub(recipe: ResolvedFinetuneRecipe) -> bool:
-    """Whether the model would have to be downloaded, which a dry run does not."""
+    """Return whether the model would have to be downloaded, which a dry run does not do."""
     name = str(recipe.base.pretrained)
     if name.startswith((".", "/", "~", "runs/")) or is_version(name):
         return False
@@ -309,7 +350,7 @@ def _size(recipe: ResolvedTrainRecipe, need: MemoryEstimate) -> str:
 
 
 def _data(recipe: TrainRecipe) -> Rows:
-    """Where text comes from; the files of a corpus are looked for."""
+    """Yield the source of each stream of text, with the number of files of a local corpus."""
     data = recipe.data
     sources: dict[str, SourceConfig] = {"data": data, **data.streams}
     for name, source in sources.items():
@@ -318,45 +359,56 @@ def _data(recipe: TrainRecipe) -> Rows:
         where = source.remote or source.local or source.dataset or ", ".join(source.paths)
         text = f"{source.name} {where}".strip()
         if source.name in _FILES and not source.is_supervised:
-            with under_key(name if source is data else f"data.streams.{name}"):
-                text += f": {_files(data.alone(source) if source is not data else data)}"
+            if source is data:
+                key, corpus = name, data
+            else:
+                key, corpus = f"data.streams.{name}", data.alone(source)
+            with under_key(key):
+                text += f": {_files(corpus)}"
         yield name, text
 
 
 def _files(data: DataConfig) -> str:
-    found = find_files(data)
-    if not found.files:
+    """Return the number of readable files of a corpus, and what is left out."""
+    corpus = find_files(data)
+    if not corpus.files:
         raise UserError("data.paths: no file that can be read is there; write others")
-    lines = left_out(found.ignored, found.hidden)
-    return "; ".join([f"{len(found.files):,} files", *lines])
+    lines = left_out(corpus.ignored, corpus.hidden)
+    return "; ".join([f"{len(corpus.files):,} files", *lines])
 
 
 def _length(recipe: ResolvedTrainRecipe) -> str:
-    """Of the run, as far as it is known before the text is counted."""
+    """Return the length of the run, without steps and tokens if it is written in epochs."""
     rows, length = recipe.global_train_batch_size, Duration.parse(recipe.max_duration)
-    step = rows * recipe.max_seq_len
-    shape = f"steps of {rows:,} rows of {recipe.max_seq_len:,} tokens ({step:,})"
+    step_tokens = rows * recipe.max_seq_len
+    shape = f"steps of {rows:,} rows of {recipe.max_seq_len:,} tokens ({step_tokens:,})"
     if length.unit == "ep":
         return f"{recipe.max_duration} of the text, in {shape}"
-    tokens = Clock(rows, step, 1.0, length).total * step
+    steps = Clock(rows, step_tokens, 1.0, length).total
+    tokens = steps * step_tokens
+    text = f"{steps:,} {shape}, {short_count(tokens)} tokens in all"
     passes = passes_over(recipe.data, tokens)
-    return (
-        f"{tokens // step:,} {shape}, {short_count(tokens)} tokens in all{passes and f', {passes}'}"
-    )
+    return f"{text}, {passes}" if passes else text
 
 
 def passes_over(data: DataConfig, tokens: int) -> str:
-    """How often a run reads a data set of known size; empty: not more than once, or not known."""
-    has = TOKENS.get((data.dataset or "", data.subset or ""), math.inf)
-    if tokens <= has:
+    """Return how often a run reads its data set; empty if at most once or the size is unknown."""
+    size = TOKENS.get((data.dataset or "", data.subset or ""), math.inf)
+    if tokens <= size:
         return ""
-    passes = tokens / has
+    passes = tokens / size
     times = f"{passes:.1f}" if passes < 9.95 else f"{passes:.0f}"
-    return f"about {times} passes over the {short_count(has)} of {data.dataset} {data.subset}"
+    return f"about {times} passes over the {short_count(size)} of {data.dataset} {data.subset}"
 
 
 def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
-    """The total and its parts, which add up to it but for rounding."""
+    """Return the memory of a process, its parts, and the free memory.
+
+    Args:
+        need: estimate by kind of tensor.
+        rows: microbatch size in sequences.
+        free: available bytes.
+    """
     total = f"about {format_gib(need.total(rows) / GIB)} a process"
     return f"{total}: {parts_text(need, rows)}; {format_gib(free / GIB)} are free"
 
@@ -364,53 +416,70 @@ def _memory(need: MemoryEstimate, rows: int, free: int) -> str:
 def _layout(
     guessed: ResolvedTrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | None
 ) -> Rows:
-    """Which load of experts fits, what a process sends, and degrees that span nodes."""
+    """Yield the expert load that fits, bytes communicated, and parallel degrees that span nodes."""
     recipe = with_level(guessed, fit.checkpointing)
-    if load := load_line(recipe, fit, world.size):  # below the memory
-        yield "", load
+    expert_load = load_line(recipe, fit, world.size)
+    if expert_load:
+        yield "", expert_load  # without a label: it continues the row "memory"
     yield "sends", _sends(communication(recipe, world.size, fit.microbatch, node))
     for line in spanning(recipe, world.size, fit.microbatch, node, gpu):
         yield "layout", line
 
 
 def _sends(messages: Iterable[CollectiveTraffic]) -> str:
-    """What a process sends in a step, the most first; in brackets, what leaves its node."""
-    each, between = Counter[str](), Counter[str]()
+    """Return the bytes that a process sends per step, and by kind of collective, largest first.
+
+    The bytes of a kind that leave the node follow in parentheses.
+    """
+    sent_bytes, between_nodes = Counter[str](), Counter[str]()
     for message in messages:
-        each[message.what] += message.sent
-        between[message.what] += message.between
+        sent_bytes[message.what] += message.sent
+        between_nodes[message.what] += message.between
 
-    def part(what: str, sent: int) -> str:
-        out = f" ({format_gib(between[what] / GIB)})" if between[what] else ""
-        return f"{what} {format_gib(sent / GIB)}{out}"
+    # bytes by kind of collective
+    parts = []
+    for kind, sent in sent_bytes.most_common():
+        part = f"{kind} {format_gib(sent / GIB)}"
+        if between_nodes[kind]:
+            part += f" ({format_gib(between_nodes[kind] / GIB)})"
+        parts.append(part)
 
-    out = f", {format_gib(between.total() / GIB)} of it to other nodes" if between.total() else ""
-    parts = ", ".join(part(what, sent) for what, sent in each.most_common())
-    return f"about {format_gib(each.total() / GIB)} a process and step{out}: {parts}"
+    # total
+    text = f"about {format_gib(sent_bytes.total() / GIB)} a process and step"
+    if between_nodes.total():
+        text += f", {format_gib(between_nodes.total() / GIB)} of it to other nodes"
+    return f"{text}: {', '.join(parts)}"
 
 
 def _checkpoints(recipe: ResolvedTrainRecipe, need: MemoryEstimate, model: Decoder | None) -> str:
-    """How often, how many, and how large: weights and moments of what trains."""
+    """Return interval, size and retention of checkpoints.
+
+    The size, of weights and optimizer state, is left out for fine-tuning (`model`), where it
+    depends on which parameters are trained.
+    """
     keep = recipe.save_num_checkpoints_to_keep
-    kept = "all are kept" if keep == -1 else f"the newest {keep} are kept"
-    width = 2 if recipe.precision == "bf16" else 4
-    each = ""
+    retention = "all are kept" if keep == -1 else f"the newest {keep} are kept"
+    weight_bytes = 2 if recipe.precision == "bf16" else 4
+    size = ""
     if model is None:
-        whole = (width + recipe.optimizer.moment_bytes(width)) * need.parameters
-        each = f", about {format_gib(whole / GIB)} each"
-    return f"every {recipe.save_interval} and at the end{each}; {kept}"
+        state_bytes = recipe.optimizer.moment_bytes(weight_bytes)
+        checkpoint_bytes = (weight_bytes + state_bytes) * need.parameters
+        size = f", about {format_gib(checkpoint_bytes / GIB)} each"
+    return f"every {recipe.save_interval} and at the end{size}; {retention}"
 
 
 def _measured(recipe: TrainRecipe) -> str:
-    what = ["held-out text"] if recipe.eval.validation else []
+    """Return what is evaluated during training, and how often."""
+    evaluations = ["held-out text"] if recipe.eval.validation else []
     if recipe.eval.gauntlet is not None:
-        what.append(show(find_shipped(recipe.eval.gauntlet, "eval.gauntlet")))
-    every = f"every {recipe.eval_interval} and at the end: {' and '.join(what)}"
-    return every if what else "nothing"
+        evaluations.append(show(find_shipped(recipe.eval.gauntlet, "eval.gauntlet")))
+    if not evaluations:
+        return "nothing"
+    return f"every {recipe.eval_interval} and at the end: {' and '.join(evaluations)}"
 
 
 def plan_preparing(recipe: ResolvedPrepareRecipe) -> Rows:
-    """Of scripts/prepare_data.py."""
+    """Yield the plan of scripts/prepare_data.py."""
     check_inputs_and_output(recipe)
     yield from _data(recipe)
     yield "tokenizer", recipe.tokenizer.name
@@ -419,14 +488,14 @@ def plan_preparing(recipe: ResolvedPrepareRecipe) -> Rows:
 
 
 def plan_inspecting(recipe: ResolvedTrainRecipe) -> Rows:
-    """Of scripts/inspect_data.py."""
+    """Yield the plan of scripts/inspect_data.py."""
     assert isinstance(recipe.user_recipe, InspectRecipe)
     yield from _data(recipe)
     yield "at", recipe.user_recipe.at
 
 
 def plan_evaluation(recipe: EvalRecipe) -> Rows:
-    """Of scripts/eval.py."""
+    """Yield the plan of scripts/eval.py."""
     recipe, _ = with_addresses(recipe, _alone(), lambda line: None)
     check_models(recipe)
     check_gauntlet(recipe.eval or EvalConfig())
@@ -443,12 +512,12 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
 
 
 def plan_drawing(recipe: SamplingRecipe) -> Rows:
-    """Of scripts/generate.py and scripts/chat.py."""
+    """Yield the plan of scripts/generate.py or scripts/chat.py."""
     recipe.fill()
     name = _named(recipe)
     yield from _any_model(name, recipe.precision)
-    if isinstance(recipe, ChatRecipe | GenerateRecipe) and (
-        isinstance(recipe, ChatRecipe) or recipe.message is not None
+    if isinstance(recipe, ChatRecipe) or (
+        isinstance(recipe, GenerateRecipe) and recipe.message is not None
     ):
         yield from _template(name, partial(chosen_template, recipe))
     how = "the likeliest token" if recipe.temperature == 0 else f"temperature {recipe.temperature}"
@@ -456,7 +525,7 @@ def plan_drawing(recipe: SamplingRecipe) -> Rows:
 
 
 def plan_serving(recipe: ServeRecipe) -> Rows:
-    """Of scripts/serve.py."""
+    """Yield the plan of scripts/serve.py."""
     name = _named(recipe)
     yield from _any_model(name, recipe.precision)
     yield from _template(name, partial(chat_template, recipe))
@@ -466,18 +535,24 @@ def plan_serving(recipe: ServeRecipe) -> Rows:
 
 
 def _template(name: str, choose: Callable[[Tokenizer], Any]) -> Rows:
-    """Check the chat template of one of our runs on this machine."""
+    """Check the chat template of a run on this machine; other models are not opened.
+
+    Args:
+        name: checkpoint of the recipe.
+        choose: function of the tokenizer that returns the template, or raises a UserError.
+    """
     if is_url(name) or is_hugging_face(name) or is_adapter(name):
         yield "not checked", "the chat template, which is the model's"
         return
-    found = find_checkpoint(find_place(name, "checkpoint", _alone()), note=lambda line: None)
-    assert found is not None, "found before"
-    choose(Tokenizer.load(found.folder / "tokenizer"))
+    place = find_place(name, "checkpoint", _alone())
+    checkpoint = find_checkpoint(place, note=lambda line: None)
+    assert checkpoint is not None, "_checkpoint has found it"
+    choose(Tokenizer.load(checkpoint.folder / "tokenizer"))
     yield "checked", "the recipe, what is listed above, and the chat template"
 
 
 def plan_conversion(recipe: ConvertRecipe) -> Rows:
-    """Of scripts/convert.py."""
+    """Yield the plan of scripts/convert.py."""
     check_destination(recipe)
     if recipe.from_ is None:
         yield from _checkpoint(_named(recipe))
@@ -488,13 +563,13 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
 
 
 def _named(recipe: SamplingRecipe | ServeRecipe | ConvertRecipe) -> str:
-    """Where a recipe's checkpoint is, also where a registry's version names it."""
+    """Return the address of a recipe's checkpoint; a version of a registry is looked up."""
     name, uri = str(recipe.checkpoint), recipe.registry.uri
     return find_address(name, "checkpoint", uri=uri, note=lambda line: None)
 
 
 def _any_model(name: str, precision: str | None) -> Rows:
-    """A model of ours, or one from elsewhere."""
+    """Yield the checkpoint of a run, a Hugging Face model or an adapter."""
     if is_hugging_face(name) or is_adapter(name):
         check_model(name)
         kind = "a Hugging Face model" if is_hugging_face(name) else "an adapter"
@@ -504,16 +579,16 @@ def _any_model(name: str, precision: str | None) -> Rows:
 
 
 def _checkpoint(path: str) -> Rows:
-    """A run's newest complete checkpoint, and what it holds."""
+    """Yield a run's newest complete checkpoint, its model and its attention kernels."""
     place = find_place(path, "checkpoint", _alone())
-    sums = (
-        ChecksumSelection.RECORD if is_url(path) else ChecksumSelection.WEIGHTS
-    )  # the tensors would be downloaded
-    found = find_checkpoint(place, note=lambda line: None, sums=sums)
-    if found is None:
+    sums = ChecksumSelection.WEIGHTS
+    if is_url(path):
+        sums = ChecksumSelection.RECORD  # to check the weights, they would have to be downloaded
+    checkpoint = find_checkpoint(place, note=lambda line: None, sums=sums)
+    if checkpoint is None:
         raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
-    recipe = load_run(found.folder / "recipe.yaml")
-    yield "checkpoint", str(found)
+    recipe = load_run(checkpoint.folder / "recipe.yaml")
+    yield "checkpoint", str(checkpoint)
     yield "model", f"{recipe.model.name}, {recipe.precision}"
     if not isinstance(recipe, FinetuneRecipe):
         reason = attention_refusal(recipe.resolve(), CPU)
@@ -522,26 +597,31 @@ def _checkpoint(path: str) -> Rows:
 
 
 def plan_planning(recipe: ResolvedTrainRecipe) -> Rows:
-    """Of scripts/plan.py, which writes nothing either."""
-    asked = recipe.user_recipe
-    assert isinstance(asked, PlanRecipe)
-    yield "hardware", str(Hardware.parse(asked.hardware, "hardware"))
-    yield "layouts", f"the {asked.layouts} fastest" if asked.layouts else "the recipe's own"
-    yield "to", f"the screen, as {asked.format}"
+    """Yield the plan of scripts/plan.py."""
+    user_recipe = recipe.user_recipe
+    assert isinstance(user_recipe, PlanRecipe)
+    yield "hardware", str(Hardware.parse(user_recipe.hardware, "hardware"))
+    if user_recipe.layouts:
+        yield "layouts", f"the {user_recipe.layouts} fastest"
+    else:
+        yield "layouts", "the recipe's own"
+    yield "to", f"the screen, as {user_recipe.format}"
 
 
 def plan_launching(recipe: ResolvedTrainRecipe) -> Rows:
-    """Where a run would be started; `dry_run=true` prints the target's object."""
+    """Yield the plan of scripts/launch.py: the target, its machines and the run's folder."""
     job = job_of(recipe)
-    machines = f"{job.nodes} machine{'s' * (job.nodes > 1)}"
-    each = job.config.gpus_per_node
-    yield "target", f"{job.config.target}, {machines}" + f" of {each} GPUs" * bool(each)
+    machines = "1 machine" if job.nodes == 1 else f"{job.nodes} machines"
+    gpus = job.config.gpus_per_node
+    if gpus:
+        machines += f" of {gpus} GPUs"
+    yield "target", f"{job.config.target}, {machines}"
     yield "run", show(job.folder)
     yield "object", "dry_run=true prints it"
 
 
 def plan_comparing(recipe: CompareRecipe) -> Rows:
-    """Of scripts/compare.py."""
+    """Yield the plan of scripts/compare.py."""
     refuse_page(page_path(recipe))
     runs, warnings = read_runs(recipe)
     yield "runs", ", ".join(run.name for run in runs)
@@ -550,7 +630,7 @@ def plan_comparing(recipe: CompareRecipe) -> Rows:
 
 
 def plan_runs(recipe: RunsRecipe) -> Rows:
-    """Of scripts/runs.py."""
+    """Yield the plan of scripts/runs.py."""
     verb, *names = recipe.words
     yield "verb", verb
     for name in names or sorted(run.name for run in list_runs(recipe.folder)):
@@ -558,7 +638,7 @@ def plan_runs(recipe: RunsRecipe) -> Rows:
 
 
 def plan_tracking(recipe: TrackRecipe) -> Rows:
-    """Of scripts/track.py."""
+    """Yield the plan of scripts/track.py."""
     run = run_with_record(recipe)
     logger = recipe.logger or load_run(run.folder / "recipe.yaml").logger
     stores = logger.chosen()
@@ -566,58 +646,63 @@ def plan_tracking(recipe: TrackRecipe) -> Rows:
     yield "to", ", ".join(stores) or "nothing"
 
 
-def plan_scaling(written: ScalingRecipe) -> Rows:
-    """Of scripts/scaling.py."""
-    recipe = copy.deepcopy(written)
+def plan_scaling(user_recipe: ScalingRecipe) -> Rows:
+    """Yield the plan of scripts/scaling.py."""
+    recipe = copy.deepcopy(user_recipe)
     if recipe.fit is not None:
         points = read_points(find_file(recipe.fit, "fit"))
         yield "runs", f"{len(points)} of {recipe.fit}"
     else:
-        made = grid(recipe)
-        refuse_changed(made)
-        print_grid(recipe, made, Console())
-        yield "runs", f"{len(made)} of {recipe.base}"
+        grid_points = grid(recipe)
+        refuse_changed(grid_points)
+        print_grid(recipe, grid_points, Console())
+        yield "runs", f"{len(grid_points)} of {recipe.base}"
     yield "to", recipe.output
 
 
 def plan_fetching(recipe: FetchRecipe) -> Rows:
-    """Of scripts/fetch_eval_data.py."""
+    """Yield the plan of scripts/fetch_eval_data.py."""
     recipe.fill()
     table = read_table(find_shipped(recipe.table, "table"))
     files = files_of_tasks(recipe.tasks)
     if recipe.gauntlet is not None:
         files = files_of_gauntlet(Path(recipe.gauntlet))[0]
-    unknown = len(files.keys() - table.keys())
-    yield "files", f"{len(files):,}" + (f", {unknown:,} of them unknown" if unknown else "")
+    n_unknown = len(files.keys() - table.keys())
+    text = f"{len(files):,}"
+    if n_unknown:
+        text += f", {n_unknown:,} of them unknown"
+    yield "files", text
     yield "from", recipe.from_foundry or "the Hugging Face hub"
     yield "to", recipe.output or "eval/local_data"
 
 
 def plan_migration(recipe: MigrateRecipe) -> Rows:
-    """Of scripts/migrate.py."""
+    """Yield the plan of scripts/migrate.py."""
     result, output = prepare(recipe)
     yield "from", f"{recipe.theirs}, for scripts/{result.source.kind or 'nothing'}.py"
-    yield "settings", [*report(result)][-1]
+    *_, summary = report(result)  # the last line of the report counts the settings
+    yield "settings", summary
     yield "to", show(output)
     for problem in result.problems:
         yield "to do", problem
 
 
 def plan_check(recipe: CheckRecipe | ResolvedTrainRecipe) -> Rows:
-    """Of scripts/check.py."""
-    asked = recipe if isinstance(recipe, CheckRecipe) else recipe.user_recipe
-    assert isinstance(asked, Checked)
+    """Yield the plan of scripts/check.py."""
+    check = recipe if isinstance(recipe, CheckRecipe) else recipe.user_recipe
+    assert isinstance(check, Checked)
     settings = recipe.health_check
     processes = int(os.environ.get("WORLD_SIZE", 0)) or wanted_processes(recipe.parallel)
     yield "processes", str(processes)
     yield "machines", "GPU counters, kernel log, paths, clocks, limits, versions"
-    if asked.level == "full":
+    if check.level == "full":
         yield "burn", f"{settings.burn_seconds:g} s of products, and copies in memory"
         rounds = "all rounds" if settings.pair_rounds is None else f"{settings.pair_rounds} rounds"
         yield "pairs", f"all-reduces between {settings.pairs_of}, {rounds}"
-    for path in [] if isinstance(recipe, CheckRecipe) else recipe_paths(recipe):
-        yield "path", f"{path.key}: {path.path}, {'written' if path.is_written else 'read'}"
-    yield "report", asked.output
+    if not isinstance(recipe, CheckRecipe):
+        for path in recipe_paths(recipe):
+            yield "path", f"{path.key}: {path.path}, {'written' if path.is_written else 'read'}"
+    yield "report", check.output
 
 
 PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {

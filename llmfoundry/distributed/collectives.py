@@ -1,11 +1,13 @@
-"""Collectives outside of the training step, on objects and host values: every process calls each.
+"""Collectives on Python objects and host values, outside of the training step.
 
-Every process must make the same calls in the same order; one with another microbatch, or another
-number of rows, leaves the others waiting. Free memory, a processor's instructions, and the files
-and recipe on a disk may differ between machines: so `builders` calls these before anything is
-decided by them. And thousands of processes that open the same file are an attack on the file system
-that serves it: one reads it, and broadcasts it or its error. All wait for `parallel.dist_timeout`.
-Threads other than the main one must not call these: `mailbox.py` is for them.
+All processes must make the same calls in the same order. Each call waits for at most
+`parallel.dist_timeout`. Only the main thread may call these functions; other threads use
+`mailbox.py`.
+
+`builders` uses them for two purposes. First, free memory, CPU instructions, files and recipe may
+differ between machines, but microbatch and number of sequences must be the same on all processes:
+the processes agree on such values before they depend on them. Second, thousands of processes
+should not open the same file: one process reads the file and broadcasts its content or the error.
 """
 
 from __future__ import annotations
@@ -31,25 +33,25 @@ from llmfoundry.ops.torch_private import default_store
 Made = TypeVar("Made")
 
 PIECE = 1 << 26
-"""Bytes that are broadcast at a time; each piece waits for `parallel.dist_timeout` anew."""
-_KEEPALIVE = 10.0  # seconds between two messages of processes that have long work, at most
-_FIRST, _LAST = 0.005, 0.5  # seconds between two looks at the store: the first, and at most
+"""Bytes per broadcast. The timeout `parallel.dist_timeout` applies to each broadcast."""
+_KEEPALIVE = 10.0  # maximum seconds between two messages during long work
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5  # seconds between two polls of the store
 
 
 def all_reduce_min(world: World, value: int) -> int:
-    """The smallest `value` of any process, on all of them.
+    """Return the smallest `value` of all processes.
 
-    A world whose processes have not joined, as a dry run's, keeps its own.
+    Without a process group, as in a dry run, return `value`.
     """
     if not _joined(world):
         return value
-    smallest = torch.tensor(value)  # on the host, where memory is counted
+    smallest = torch.tensor(value)  # on the CPU: this uses no GPU memory
     dist.all_reduce(smallest, dist.ReduceOp.MIN)
     return int(smallest)
 
 
 def all_gather_object(world: World, value: Made) -> list[Made]:
-    """The values of all processes, by rank, on each of them."""
+    """Return the values of all processes in the order of their ranks."""
     values = [value] * world.size
     if _joined(world):
         dist.all_gather_object(values, value)
@@ -57,46 +59,52 @@ def all_gather_object(world: World, value: Made) -> list[Made]:
 
 
 def _joined(world: World) -> bool:
+    """Return whether there are other processes and a process group."""
     return world.size > 1 and dist.is_initialized()
 
 
 def on_all_ranks(world: World, make: Callable[[], Made]) -> Made:
-    """What `make` returns, once no process refused.
+    """Call `make` on every process; return its result if it succeeded on all processes.
 
     Raises:
-        UserError: on every process: its own, or those of the others with their ranks.
+        UserError: `make` failed on some process. A process where it failed raises its own error;
+            the other processes raise all errors, with the ranks.
     """
-    made, own = list[Made](), list[UserError]()
+    # call it; lists hold at most one result or error
+    results, errors = list[Made](), list[UserError]()
     try:
-        made.append(make())
+        results.append(make())
     except UserError as error:
-        own.append(error)
-    if all_reduce_min(world, 0 if own else 1):
-        return made[0]
-    ranks = _ranks_by_line(world, own[0].problems if own else ())
-    if own:
-        raise own[0]
+        errors.append(error)
+    if all_reduce_min(world, 0 if errors else 1):
+        return results[0]
+
+    # share the errors
+    ranks = _ranks_by_line(world, errors[0].problems if errors else ())
+    if errors:
+        raise errors[0]
     raise UserError(*(f"{line} (on {name_ranks(ranks[line])})" for line in sorted(ranks)))
 
 
-def check_same_on_all_ranks(world: World, found: Mapping[str, str], *, advice: str) -> None:
-    """Refuse processes that found other values than rank 0.
+def check_same_on_all_ranks(world: World, values: Mapping[str, str], *, advice: str) -> None:
+    """Check that all processes have the values of rank 0.
 
     Args:
         world: this process.
-        found: what must be the same, by the recipe's key.
-        advice: what to do where it is not.
+        values: values that must be equal, by key of the recipe.
+        advice: end of the error line: what to do if they differ.
 
     Raises:
-        UserError: on every process: the keys, and the ranks that found another value.
+        UserError: on every process: the keys, and the ranks whose value differs.
     """
     if not _joined(world):
         return
-    first = on_rank0(world, lambda: dict(found))
-    others = sorted(key for key in first.keys() | found.keys() if first.get(key) != found.get(key))
-    if all_reduce_min(world, 0 if others else 1):
+    expected = on_rank0(world, lambda: dict(values))
+    keys = expected.keys() | values.keys()
+    different = sorted(key for key in keys if expected.get(key) != values.get(key))
+    if all_reduce_min(world, 0 if different else 1):
         return
-    ranks = _ranks_by_line(world, tuple(others))
+    ranks = _ranks_by_line(world, tuple(different))
     raise UserError(
         *(
             f"{key}: {name_ranks(ranks[key])} found another value than rank 0; {advice}"
@@ -106,40 +114,45 @@ def check_same_on_all_ranks(world: World, found: Mapping[str, str], *, advice: s
 
 
 def _ranks_by_line(world: World, lines: tuple[str, ...]) -> dict[str, list[int]]:
-    """Of each line that any process has, the processes that have it."""
-    every = all_gather_object(world, lines)
-    found = {line for theirs in every for line in theirs}
-    return {line: [rank for rank, theirs in enumerate(every) if line in theirs] for line in found}
+    """Return for each line of any process the ranks of the processes that passed it."""
+    ranks_by_line = dict[str, list[int]]()
+    for rank, rank_lines in enumerate(all_gather_object(world, lines)):
+        for line in set(rank_lines):
+            ranks_by_line.setdefault(line, []).append(rank)
+    return ranks_by_line
 
 
 def with_keepalive(
     action: Callable[[], Made], all_done: Callable[[bool], bool], timeout: timedelta
 ) -> Callable[[], Made]:
-    """Do what may take longer than a message's timeout; every process calls it.
+    """Run an action that may take longer than the timeout of a message. Every process calls this.
 
-    A thread does it, and meanwhile all processes exchange messages every few seconds.
+    A thread runs the action. Meanwhile all processes exchange messages every few seconds, so that
+    no message times out.
 
     Args:
-        action: what is done.
-        all_done: an exchange: whether what each process gives it is true of all of them.
-        timeout: of a message.
+        action: function without arguments.
+        all_done: collective that returns whether its argument is true on all processes.
+        timeout: timeout of a message.
 
     Returns:
-        What gives the action's result, or raises its error.
+        Function that returns the result of the action or raises its error.
     """
-    made, problems = list[Made](), list[Exception]()
+    # at most one result or error
+    results, errors = list[Made](), list[Exception]()
 
     def act() -> None:
         try:
-            made.append(action())
+            results.append(action())
         except Exception as error:
-            problems.append(error)
+            errors.append(error)
 
     def result() -> Made:
-        if problems:
-            raise problems[0]
-        return made[0]
+        if errors:
+            raise errors[0]
+        return results[0]
 
+    # exchange messages until the action has ended on all processes
     thread = device_thread(act, name="with keepalive", daemon=True)
     thread.start()
     is_done = False
@@ -150,16 +163,20 @@ def with_keepalive(
 
 
 def on_rank0(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
-    """What rank 0 makes, on every process; so is what it raises. See `_broadcast_result`."""
+    """Call `make` on rank 0; return its result, or raise its error, on every process.
+
+    See `_broadcast_result` for `patient`.
+    """
     if world.size == 1:
         return make()
     return _broadcast_result(make, source=0, group=None, patient=patient)
 
 
 def on_each_machine(world: World, make: Callable[[], Made], *, patient: bool = False) -> Made:
-    """What the first process of each machine makes, on all of that machine; so is what it raises.
+    """Call `make` on one process per machine; return its result on all processes of the machine.
 
-    For files that each machine may have of its own. See `_broadcast_result`.
+    For files that may differ between machines. An error is raised on all processes of the machine.
+    See `_broadcast_result` for `patient`.
     """
     machine = world.machine
     if machine is None:
@@ -170,43 +187,48 @@ def on_each_machine(world: World, make: Callable[[], Made], *, patient: bool = F
 def _broadcast_result(
     make: Callable[[], Made], *, source: int, group: dist.ProcessGroup | None, patient: bool
 ) -> Made:
-    """What process `source` makes, on every process of a group, all of which call it.
+    """Call `make` on one process; return its result on all processes of a group.
+
+    All processes of the group call this function.
 
     Args:
-        make: called on `source` alone; gives what can be pickled.
-        source: its rank among all processes.
-        group: of the host; None: all processes.
-        patient: wait however long `make` takes, as for the preparation of a corpus; else for
+        make: function whose result can be pickled.
+        source: global rank of the process that calls `make`.
+        group: a group of CPU collectives; None: all processes.
+        patient: wait as long as `make` takes, for example to prepare a corpus; otherwise for
             parallel.dist_timeout.
 
     Raises:
-        Exception: on every process, what `make` raised; a RuntimeError in place of what cannot be
-            pickled.
+        Exception: on every process, the error of `make`. Other processes than `source` raise a
+            RuntimeError in place of an error that cannot be pickled.
     """
+    # call it on the source; an error is broadcast too, as the other processes wait for a message
     is_source = dist.get_rank() == source
-    sent: bytes | bytearray = b""
-    made: list[Made] = []
+    message: bytes | bytearray = b""
+    results: list[Made] = []  # at most one
     failure: Exception | None = None
     if is_source:
         try:
-            made.append(make())
-            sent = pickle.dumps((made[0], None))
-        except Exception as error:  # the others would wait for ever
+            results.append(make())
+            message = pickle.dumps((results[0], None))
+        except Exception as error:
             failure = error
-            sent = _pickled(error)
+            message = _pickled(error)
+
+    # broadcast the pair of result and error
     if patient:
         _wait_for(f"{'all' if group is None else 'some'}.{source}", is_source)
-    sent = _broadcast(sent, source, group)
+    message = _broadcast(message, source, group)
     if not is_source:
-        value, failure = pickle.loads(sent)
-        made.append(value)
+        result, failure = pickle.loads(message)
+        results.append(result)
     if failure is not None:
         raise failure
-    return made[0]
+    return results[0]
 
 
 def _pickled(error: Exception) -> bytes:
-    """A failure for the others; some of other libraries' cannot be made again from their pickle."""
+    """Return a message with an error: a RuntimeError where the error cannot be unpickled."""
     try:
         data = pickle.dumps((None, error))
         pickle.loads(data)
@@ -215,25 +237,29 @@ def _pickled(error: Exception) -> bytes:
     return data
 
 
-_waited: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # the same on all that wait
+# numbers of calls of `_wait_for` by name; equal on all processes, as all make the same calls
+_call_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-def _wait_for(what: str, is_source: bool) -> None:
-    """Until the source has come here. If it ends before, its launcher ends the others."""
-    store, key = default_store(), f"llmfoundry/made/{what}/{next(_waited[what])}"
+def _wait_for(name: str, is_source: bool) -> None:
+    """Wait until the source calls this function too.
+
+    There is no timeout: if the source is killed, the launcher kills the waiting processes.
+    """
+    store, key = default_store(), f"llmfoundry/made/{name}/{next(_call_numbers[name])}"
     if is_source:
         store.set(key, "")
         return
-    pause = _FIRST
+    pause = _FIRST_PAUSE
     while not store.check([key]):
         time.sleep(pause)
-        pause = min(2 * pause, _LAST)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _broadcast(
     data: bytes | bytearray, source: int, group: dist.ProcessGroup | None
 ) -> bytes | bytearray:
-    """The bytes of `source`, on every process; piece by piece, each copied once."""
+    """Broadcast the bytes of process `source`, at most PIECE bytes at a time."""
     is_source = dist.get_rank() == source
     size = torch.tensor(len(data))
     dist.broadcast(size, source, group=group)

@@ -63,7 +63,7 @@ class ContextRank(ABC):
 
     Attributes:
         group: name of the process group.
-        index: of this rank in the group.
+        index: index of this rank in the group.
         degree: number of ranks, C.
     """
 
@@ -101,7 +101,7 @@ class Ulysses(ContextRank):
 
     @property
     def chunks(self) -> int:
-        """One per rank."""
+        """Return one chunk per rank."""
         return self.degree
 
     def ranges(self, width: int) -> Ranges:
@@ -165,7 +165,7 @@ class AllGatherKV(ContextRank):
 
     @property
     def chunks(self) -> int:
-        """Two per rank."""
+        """Return two chunks per rank."""
         return 2 * self.degree
 
     def ranges(self, width: int) -> Ranges:
@@ -215,20 +215,20 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradients of what was sent."""
+        """Return the gradients of x: the all-to-all of the output's gradients."""
         return all_to_all(grads[0].contiguous(), ctx.group), None
 
 
 class AllGather(torch.autograd.Function):
-    """The tensors of all processes of a group; gradients are added up where they belong."""
+    """Differentiable all-gather: the backward pass sums gradients with a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, degree: int) -> Tensor:
-        """(C, ...) of x (...)."""
+        """Return the tensors of all C ranks, (C, ...), of x (...)."""
         ctx.group, ctx.degree = group, degree
         return all_gather(x.contiguous()[None], group, degree)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The sum over processes of the gradients of this one's part."""
+        """Return the sum over ranks of the gradients of this rank's x."""
         return reduce_scatter(grads[0].contiguous(), ctx.group, ctx.degree)[0], None, None

@@ -1,8 +1,9 @@
-"""Which ranks are missing when a collective fails: reported in one line by all others.
+"""Report of missing ranks when a collective fails.
 
-`distributed.launch` calls `explain_failure` as an error leaves the run. The error itself names no
-rank: so every process in which a collective failed leaves a mark in the store at which all met,
-waits a little for the marks of the others, and names the ranks that left none.
+Entry point: `explain_failure`, which `distributed.launch` calls with the error that ends a run.
+The error of a failed collective names no rank. So each process whose collective failed sets a mark
+in torch.distributed's store, waits some seconds for the marks of the other ranks, and reports the
+ranks without a mark.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from llmfoundry.files import atomic_write
 from llmfoundry.ops.torch_private import newest_messages
 from llmfoundry.telemetry import FLIGHT, READER
 
-# Seconds for the marks of others: they wait for the lost one too, but have not begun when we did.
+# Seconds to wait for the marks of other ranks, whose collective may fail later than ours.
 _AFTER_TIMEOUT, _AFTER_LOSS = 10.0, 3.0
-_NAMED = 8  # ranks at most
+_MOST_LISTED = 8  # ranks in a message
 _TIMEOUT, _LOSS, _MARKS = "timeout", "loss", "llmfoundry/failed"
-# In what PyTorch raises of them where it is not a DistError. The last is for what waits in the same
-# group after a collective that timed out.
+# Texts in RuntimeErrors of failed collectives, which are not always a DistError. "pair closure" is
+# raised by collectives of the same group after one that timed out.
 _SIGNS = ("gloo", "nccl", "pair closure")
 _messages_folder: Path | None = None
 
@@ -36,30 +37,34 @@ _messages_folder: Path | None = None
 def explain_failure(
     error: BaseException, store: dist.Store, *, rank: int, size: int, timeout: timedelta
 ) -> RunFailure | None:
-    """A line about the processes that never came; None: that was not the error.
+    """Return an error that names the missing ranks; None if no collective has failed.
 
     Args:
-        error: what ends this process.
-        store: by which all processes met.
-        rank: this process.
+        error: error that ends this process.
+        store: store of the default process group.
+        rank: rank of this process.
         size: number of processes.
-        timeout: how long a collective waits.
+        timeout: timeout of collectives.
     """
     failure = failed_collective(error)
     if failure is None:
         return None
-    # The launcher ends all as soon as one has ended: each reports first what it has found out.
+    # The launcher sends SIGTERM as soon as one process has ended. Ignore it to report first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    # find the ranks without a mark
     timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
     missing, timed_out = _missing(store, rank, size, timed_out)
+
+    # report
     where = _place(failure)
     if timed_out:
-        kept = _keep_messages(rank)
+        recorder_note = _keep_messages(rank)
         who = name_ranks(missing) or "though all are there, a collective"
         return RunFailure(
             f"parallel.dist_timeout: {who} did not come within {timeout.total_seconds():.0f} s"
             f" (waited for in {where}): it hangs, was stopped or is slow; look at that process, or"
-            f" write a larger parallel.dist_timeout{kept}"
+            f" write a larger parallel.dist_timeout{recorder_note}"
         )
     if not missing:
         return None
@@ -67,13 +72,13 @@ def explain_failure(
 
 
 def keep_messages_in(folder: Path | None) -> None:
-    """Where this process leaves its last messages when a collective times out; None: nowhere."""
+    """Set the folder for PyTorch's flight recorder after a timeout; None: do not write it."""
     global _messages_folder
     _messages_folder = folder
 
 
 def _keep_messages(rank: int) -> str:
-    """Write this process's flight recorder; what to say of it."""
+    """Write the flight recorder of this process; return the end of the error line about it."""
     if _messages_folder is None:
         return ""
     try:
@@ -88,12 +93,12 @@ def _keep_messages(rank: int) -> str:
 
 
 def failed_collective(error: BaseException) -> BaseException | None:
-    """What was raised where processes wait for each other, if that has led to this error."""
+    """Return the error of a collective among an error and its causes; None if there is none."""
     return next(filter(_is_of_collective, _causes(error)), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and all that led to it."""
+    """Yield the error, its cause, the cause of its cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -106,44 +111,58 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _missing(store: dist.Store, rank: int, size: int, timed_out: bool) -> tuple[list[int], bool]:
-    """Ranks without a mark, and whether any process waited to the end of its time.
+    """Set this rank's mark; return the ranks without a mark, and whether any collective timed out.
 
-    All marks are one text: a request for each mark, by every process, would be n x n of them.
+    All marks are lines of one value of the store: with a key for each mark, n processes would send
+    n^2 requests.
+
+    Args:
+        store: store of the default process group.
+        rank: rank of this process.
+        size: number of processes.
+        timed_out: whether the collective of this process timed out.
     """
     patience = _AFTER_TIMEOUT if timed_out else _AFTER_LOSS
     deadline = time.monotonic() + patience
-    found: list[tuple[list[int], bool]] = []
+    results: list[tuple[list[int], bool]] = []  # at most one
 
-    def ask() -> None:
-        marks, pause = dict[int, str](), 0.1
-        with suppress(RuntimeError):  # that the store is gone
+    def exchange_marks() -> None:
+        """Append a line `RANK REASON`, then poll until all ranks have a line or time is up."""
+        reasons, pause = dict[int, str](), 0.1
+        with suppress(RuntimeError):  # the store is closed
             mark = f"{rank} {_TIMEOUT if timed_out else _LOSS}\n"
-            store.append(_MARKS, mark)  # type: ignore[attr-defined]  # of every kind but a file's
-            while len(marks) < size and time.monotonic() < deadline:
+            store.append(_MARKS, mark)  # type: ignore[attr-defined]  # all stores but FileStore
+            while len(reasons) < size and time.monotonic() < deadline:
                 time.sleep(pause)
                 lines = store.get(_MARKS).decode().splitlines()
-                marks = {int(who): why for who, why in map(str.split, lines)}
+                reasons = {int(marked): reason for marked, reason in map(str.split, lines)}
                 pause = min(2 * pause, 1.0)
-            missing = [other for other in range(size) if other not in marks]
-            found.append((missing, _TIMEOUT in marks.values()))
+            missing = [other for other in range(size) if other not in reasons]
+            results.append((missing, _TIMEOUT in reasons.values()))
 
-    asking = threading.Thread(target=ask, daemon=True)  # a store that hangs keeps it for ever
-    asking.start()
-    asking.join(patience + 2)
-    return found[0] if found else ([0], timed_out)  # it is rank 0's, or its launcher's
+    # a thread, as a store that hangs never returns
+    thread = threading.Thread(target=exchange_marks, daemon=True)
+    thread.start()
+    thread.join(patience + 2)
+    if not results:
+        return [0], timed_out  # the store is part of rank 0 or of its launcher
+    return results[0]
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Processes in a message: `rank 3`, `ranks 3, 4`, or the first of many and their number."""
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    listed = ", ".join(map(str, ranks[:_NAMED])) + more
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""
+    """Return a text such as `rank 3`, `ranks 3, 4` or `ranks 0, ..., 7 and 5 more`."""
+    if not ranks:
+        return ""
+    listed = ", ".join(map(str, ranks[:_MOST_LISTED]))
+    if len(ranks) > _MOST_LISTED:
+        listed += f" and {len(ranks) - _MOST_LISTED} more"
+    return f"ranks {listed}" if len(ranks) > 1 else f"rank {listed}"
 
 
 def _place(error: BaseException) -> str:
-    """The line of ours that called the collective."""
-    ours = Path(__file__).parents[1]
+    """Return file and line of this package's innermost frame in the traceback."""
+    package = Path(__file__).parents[1]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if ours in Path(frame.filename).parents:
-            return f"{Path(frame.filename).relative_to(ours.parent)}:{frame.lineno}"
+        if package in Path(frame.filename).parents:
+            return f"{Path(frame.filename).relative_to(package.parent)}:{frame.lineno}"
     return "a thread"

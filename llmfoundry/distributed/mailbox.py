@@ -1,10 +1,13 @@
-"""Messages that must not wait for the training step: through the store at which all processes met.
+"""Messages between background threads of the processes, through torch.distributed's store.
 
-A save's thread speaks so (`checkpoint/save.py`); everything else is in `collectives.py`. The idea:
-a process group would mix its messages with the step's, and one of its own is a socket to every
-other process, which at 512 processes is what a system lets a process open. The store has a
-connection to each already; messages are few and small. And a message that does not come ends this
-exchange alone: gloo closes the connection, for the step too.
+Entry point: `Mailbox`. The thread that saves a checkpoint uses it (`checkpoint/save.py`); for the
+main thread there is `collectives.py`.
+
+Why not a process group: messages in the group of the training step would mix with those of the
+step. A second group opens a socket to each other process; with 512 processes, that reaches the
+usual limit of open files. Every process is already connected to the store, and the messages are
+few and small. Also, a timeout ends one exchange only, whereas gloo then closes its connections,
+also for the training step.
 """
 
 from __future__ import annotations
@@ -26,62 +29,69 @@ from llmfoundry.ops.torch_private import default_store
 
 Value = TypeVar("Value")
 
-_numbers = itertools.count()  # of mailboxes, which all processes make in the same order
-_FIRST, _LAST = 0.005, 0.5  # seconds between two looks at the store: the first, and at most
+# numbers of mailboxes; equal on all processes, as all create mailboxes in the same order
+_mailbox_numbers = itertools.count()
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5  # seconds between two polls of the store
 
 
 class CollectiveError(Exception):
-    """Why an action failed on some process, in one line; the same on every process."""
+    """Failure of an action on some process: one line, equal on all processes."""
 
 
 class Mailbox:
-    """Exchanges among all processes, each of which makes the same calls in the same order.
+    """Exchanges of small Python objects among all processes.
 
-    Only one thread of a process uses it at a time. Every exchange waits for `parallel.dist_timeout`
-    and raises DistStoreError where a process did not come in time, or the store is gone.
+    All processes make the same calls in the same order, each from one thread at a time. Every
+    exchange waits for at most `parallel.dist_timeout`. It raises DistStoreError if a process did
+    not call it in time or the store is closed.
     """
 
     def __init__(self, world: World) -> None:
-        """Prepare to exchange; messages of two mailboxes never mix."""
+        """Create a mailbox. Messages of different mailboxes are independent."""
         self.world, self.is_main = world, world.is_main
-        self._name = f"llmfoundry/mailbox/{next(_numbers)}"
+        self._name = f"llmfoundry/mailbox/{next(_mailbox_numbers)}"
         self._store = None if world.size == 1 else default_store()
         self._round = self._step = 0
-        self._sent: list[str] = []  # by this process; deleted once it is known that all have read
+        # keys that this process has set and not deleted yet, as a reader may still need them
+        self._sent_keys: list[str] = []
 
     def begin(self) -> None:
-        """Start a round: messages of one that was cut short on some process are not read."""
+        """Start a round. Messages of an earlier, interrupted round are never read."""
         self._round += 1
         self._step = 0
 
     def run(self, action: Callable[[], Value], *, only_main: bool = False) -> Value:
-        """What `action` returns, once it succeeded on every process (or on rank 0).
+        """Call `action` and return its result if it succeeded on all processes.
+
+        Args:
+            action: function without arguments.
+            only_main: call `action` on rank 0 alone; the other processes return None.
 
         Raises:
-            CollectiveError: on every process, with the reasons of those where it failed.
+            CollectiveError: on every process, with the errors of all processes.
         """
         result, problem = None, None
         try:
             result = action() if self.is_main or not only_main else None
         except Exception as error:
             problem = one_line(error)
-        found = sorted({line for line in self.all_gather(problem) if line})
-        if found:
-            raise CollectiveError("; ".join(found))
+        problems = sorted({line for line in self.all_gather(problem) if line})
+        if problems:
+            raise CollectiveError("; ".join(problems))
         return cast(Value, result)
 
     def run_long(self, action: Callable[[], Value]) -> Value:
-        """`run` of what may take longer than `parallel.dist_timeout`."""
+        """Do as `run` for an action that may take longer than `parallel.dist_timeout`."""
         if self._store is None:
             return self.run(action)
         return self.run(with_keepalive(action, self.all_true, self.world.timeout))
 
     def all_true(self, value: bool) -> bool:
-        """Whether it is true on every process."""
+        """Return whether `value` is true on every process."""
         return all(self.all_gather(value))
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank, on rank 0; nothing on the others."""
+        """Return the values of all processes by rank on rank 0, and [] on the other processes."""
         if self._store is None:
             return [value]
         keys = self._keys()
@@ -90,11 +100,15 @@ class Mailbox:
             return []
         self._wait(keys[1:])
         values = [value, *map(pickle.loads, self._store.multi_get(keys[1:]))]
-        self._delete_sent()  # who sent this has read what was sent before
+        self._delete_sent()  # a process that has sent this value has read all earlier messages
         return values
 
     def scatter(self, values: list[Value]) -> Value:
-        """To each process its own of rank 0's values; elsewhere `values` is ignored."""
+        """Return rank 0's value for this process.
+
+        Args:
+            values: on rank 0 one value per rank; ignored on the other processes.
+        """
         if self._store is None:
             return values[0]
         keys = self._keys()
@@ -106,7 +120,7 @@ class Mailbox:
         return received
 
     def all_gather(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank, on each."""
+        """Return the values of all processes by rank, on every process."""
         values = self.gather(value)
         if self._store is None:
             return values
@@ -118,18 +132,21 @@ class Mailbox:
         return values
 
     def _keys(self) -> list[str]:
-        """Of the next message, by the rank that it is of or for."""
+        """Return the store's keys of the next exchange: one per rank that sends or receives."""
         self._step += 1
-        where = f"{self._name}/{self._round}/{self._step}"
-        return [f"{where}/{rank}" for rank in range(self.world.size)]
+        prefix = f"{self._name}/{self._round}/{self._step}"
+        return [f"{prefix}/{rank}" for rank in range(self.world.size)]
 
     def _send(self, key: str, value: Any) -> None:
         assert self._store is not None
-        self._store.set(key, cast(str, pickle.dumps(value)))  # it takes bytes too
-        self._sent.append(key)
+        self._store.set(key, cast(str, pickle.dumps(value)))  # the store accepts bytes as well
+        self._sent_keys.append(key)
 
     def _receive(self, key: str) -> Any:
-        """A message of rank 0, which has read all that this process sent before."""
+        """Return a message of rank 0.
+
+        Rank 0 sends it after it has read all messages of this process, so their keys are deleted.
+        """
         assert self._store is not None
         self._wait([key])
         value = pickle.loads(self._store.get(key))
@@ -137,22 +154,29 @@ class Mailbox:
         return value
 
     def _wait(self, keys: list[str]) -> None:
-        """Until all are there. Polls: a store that waits serves no other thread."""
+        """Wait until the store has all keys.
+
+        Poll instead of calling `store.wait`, which would block the store for the other threads.
+        """
         assert self._store is not None
-        limit, pause = self.world.timeout.total_seconds(), _FIRST
+        limit, pause = self.world.timeout.total_seconds(), _FIRST_PAUSE
         deadline = time.monotonic() + limit
         while not self._store.check(keys):
             if not threading.main_thread().is_alive():
                 raise dist.DistStoreError("the run has ended")
             if time.monotonic() > deadline:
-                lost = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
-                who = name_ranks(lost if self.is_main else [0])
+                missing_ranks = [0]  # other processes than rank 0 wait for rank 0 only
+                if self.is_main:
+                    missing_keys = [key for key in keys if not self._store.check([key])]
+                    missing_ranks = [int(key.rpartition("/")[2]) for key in missing_keys]
+                who = name_ranks(missing_ranks)
                 raise dist.DistStoreError(f"timed out: {who} did not come within {limit:.0f} s")
             time.sleep(pause)
-            pause = min(2 * pause, _LAST)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _delete_sent(self) -> None:
+        """Delete the messages of this process from the store; all have been read."""
         assert self._store is not None
-        for key in self._sent:
+        for key in self._sent_keys:
             self._store.delete_key(key)
-        self._sent = []
+        self._sent_keys = []

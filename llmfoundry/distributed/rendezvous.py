@@ -1,10 +1,11 @@
-"""torchrun on one of several machines that each have a supervisor: `python -m`, this module, words.
+"""torchrun with retries of the rendezvous, for several machines that each have a supervisor.
 
-`launch/job.py` writes it into `supervise.launch`. The one idea: a machine whose process has failed
-starts again at once, while the first machine, which keeps the meeting place, may take a while to
-miss it. Until then the old meeting stands there, closed, and torchrun would fail; here it is asked
-again, so that no attempt is counted for waiting. A name of the first machine that does not resolve
-is an event of the run, and waited for as long: a pod may come late.
+Command line: `python -m llmfoundry.distributed.rendezvous` and the arguments of torchrun;
+`launch/job.py` writes it into `supervise.launch`. A machine whose process has failed restarts at
+once. The first machine, which runs the rendezvous, may notice the failure later. Until then the
+rendezvous of the previous attempt is closed, and torchrun fails. This module repeats torchrun, so
+that waiting does not count as a failed attempt of the supervisor. It also waits if the name of the
+first machine does not resolve yet, as with a pod that starts late, and records an event.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from llmfoundry.exit_status import (
 from llmfoundry.telemetry import BEATS
 
 SECONDS = 1800.0
-"""How long to ask: longer than parallel.dist_timeout (600 s), by which the others' processes miss
-one at the latest, and the check of their machines."""
+"""Maximum seconds of retries: longer than parallel.dist_timeout (600 s), after which the other
+machines notice a failure, and the check of these machines together."""
 _PAUSE = 2.0
-_UNRESOLVED_SECONDS = 20.0  # after which a name that does not resolve is reported
+_UNRESOLVED_SECONDS = 20.0  # seconds until a name that does not resolve is reported
 _NOT_YET = (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -88,7 +89,7 @@ def _end_at_stop_signals() -> None:
 
 
 def _is_stopping() -> bool:
-    """Whether the supervisor was asked to stop, or a process of this attempt has saved and ended.
+    """Return whether the supervisor is stopping, or a process of this attempt saved and ended.
 
     The supervisor forwards a stop signal to the training processes, so torchrun may not get one.
     """
@@ -99,7 +100,7 @@ def _is_stopping() -> bool:
 
 
 def _wait_for_name(words: list[str], deadline: float) -> None:
-    """Wait until the name of the first machine resolves, and report where it does not soon."""
+    """Wait until the name of the first machine resolves; report it after _UNRESOLVED_SECONDS."""
     option = "--rdzv-endpoint="
     endpoint = next((word for word in words if word.startswith(option)), option)
     host = endpoint.removeprefix(option).rpartition(":")[0].strip("[]")
@@ -118,7 +119,7 @@ def _wait_for_name(words: list[str], deadline: float) -> None:
 
 
 def _report(what: str) -> None:
-    """As an event of the run, whose supervisor has named a folder in it; and on standard error."""
+    """Print a line to standard error and, under a supervisor, add an event to the run."""
     print(f"{what}; waiting ...", file=sys.stderr, flush=True)
     ends = Path(os.environ.get(ENDS_FOLDER, ""))
     if ends.parent.name in FOLDERS:

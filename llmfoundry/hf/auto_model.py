@@ -297,9 +297,10 @@ def _layout(
 
     Padding is a document of its own. Packed documents begin where positions restart at 0.
     """
+    past = cache.length if cache else 0
     if mask is not None and not bool(mask.all()):
         lengths, device = _padded(mask), mask.device
-    elif positions is None or _is_one(positions, past := cache.length if cache else 0):
+    elif positions is None or _is_one(positions, past):
         return None
     elif past:
         raise ValueError("position_ids: the decoder counts positions itself; leave them out")
@@ -311,16 +312,18 @@ def _layout(
 
 
 def _padded(mask: Tensor) -> list[list[int]]:
+    """Return the lengths of text and padding of each sequence, in the order of the mask."""
     lengths = []
     for row in mask.bool().cpu():
-        kinds, counts = torch.unique_consecutive(row, return_counts=True)
-        if int(kinds.sum()) > 1:
+        is_text, run_lengths = torch.unique_consecutive(row, return_counts=True)
+        if int(is_text.sum()) > 1:
             raise ValueError("attention_mask: a row's text is in pieces; it must be one")
-        lengths.append(counts.tolist())
+        lengths.append(run_lengths.tolist())
     return lengths
 
 
 def _is_one(positions: Tensor, past: int) -> bool:
+    """Return whether positions continue a document of `past` tokens."""
     new_positions = torch.arange(past, past + positions.shape[-1], device=positions.device)
     return bool((positions == new_positions).all())
 
@@ -329,15 +332,15 @@ def _packed(positions: Tensor) -> list[list[int]]:
     """Return the lengths of packed documents, whose positions each start at 0."""
     lengths = []
     for row in positions.cpu():
-        starts = [*torch.where(row == 0)[0].tolist(), len(row)]
-        counts = [end - start for start, end in pairwise(starts)]
-        counted = [place for count in counts for place in range(count)]
-        if row.tolist() != counted:
+        boundaries = [*torch.where(row == 0)[0].tolist(), len(row)]
+        document_lengths = [end - start for start, end in pairwise(boundaries)]
+        expected_positions = [i for length in document_lengths for i in range(length)]
+        if row.tolist() != expected_positions:
             raise ValueError(
                 "position_ids: the decoder counts positions itself, from 0 in each document; leave"
                 " them out"
             )
-        lengths.append(counts)
+        lengths.append(document_lengths)
     return lengths
 
 

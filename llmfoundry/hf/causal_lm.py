@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class HFCausalLM(nn.Module):
         self._blocks = [_find_blocks(self.base, config.n_layers)]  # in a list: not registered again
         self._rope = RopeByDocument(self.base)
         self._ways: dict[bool, str] = {}  # by whether layouts branch
+        # OWN_HEAD, or scale and softcap of the logits; None until the first pass
         self._head: str | tuple[float, float | None] | None = None
         self._takes = set(inspect.signature(self.base.forward).parameters)
 
@@ -151,10 +152,12 @@ class HFCausalLM(nn.Module):
 
     def _of_slots(self, cache: SlotTokens) -> Tensor:
         """Return the hidden states (1, N, D) of the new tokens of all slots."""
-        rows, places = cache.rows()
-        padding = tuple(rows.shape[1] - end for end in cache.ends())
-        layout = PackedLayout.from_lengths([[rows.shape[1]]] * len(rows), padding)
-        return self._compute(rows, layout)[0].flatten(0, 1)[places][None]
+        sequences, positions = cache.rows()  # positions are indices of the flattened sequences
+        n_sequences, width = sequences.shape
+        padding = tuple(width - end for end in cache.ends())
+        layout = PackedLayout.from_lengths([[width]] * n_sequences, padding)
+        hidden, _ = self._compute(sequences, layout)
+        return hidden.flatten(0, 1)[positions][None]
 
     @property
     def embedding_dtype(self) -> torch.dtype:
@@ -162,15 +165,25 @@ class HFCausalLM(nn.Module):
         return self.embedding_weight.dtype
 
     def _call(
-        self, x: Tensor, given: dict[str, Any], layout: PackedLayout | None
+        self, x: Tensor, arguments: dict[str, Any], layout: PackedLayout | None
     ) -> tuple[Tensor, Routing | None]:
-        given = {"input_ids": x, **given}
-        wants = self.training and bool(getattr(self.hf.config, "output_router_logits", False))
-        more = {"output_router_logits": True} if wants else {}
+        """Call the base model on tokens (B, T); return hidden states (B, T, D) and the routing.
+
+        Args:
+            x: tokens (B, T).
+            arguments: other arguments of the base model's forward pass.
+            layout: documents of the sequences, for RoPE and the routing.
+        """
+        arguments = {"input_ids": x, **arguments}
+        has_routing = self.training and bool(getattr(self.hf.config, "output_router_logits", False))
+        if has_routing:
+            arguments["output_router_logits"] = True
         with self._rope.within(layout):
-            out = self.base(use_cache=False, return_dict=True, **given, **more)
-        logits = getattr(out, "router_logits", None) if wants else None
-        return out[0], self._routing(logits, x, layout) if logits else None
+            out = self.base(use_cache=False, return_dict=True, **arguments)
+        hidden = out[0]
+        logits = getattr(out, "router_logits", None) if has_routing else None
+        routing = self._routing(logits, x, layout) if logits else None
+        return hidden, routing
 
     def _by_rows(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Routing | None]:
         """Run each document, or each path of a tree, as a sequence, padded at its end."""
@@ -216,9 +229,9 @@ class HFCausalLM(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., D)."""
         assert self._head is not None, "hidden states come from `run`"
-        if self._head == "own":
+        if isinstance(self._head, str):  # OWN_HEAD
             return self._own_head(hidden)
-        scale, softcap = cast(tuple[float, float | None], self._head)
+        scale, softcap = self._head
         weight = self.head_weight
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
@@ -232,8 +245,10 @@ class HFCausalLM(nn.Module):
             labels: (...), token ids or IGNORE.
             weights: (...), weight of each label; None: 1.
         """
-        if self._head != "own":
-            scale, softcap = cast(tuple[float, float | None], self._head)
+        # a plain head: logits are fused with the loss
+        assert self._head is not None, "hidden states come from `run`"
+        if not isinstance(self._head, str):
+            scale, softcap = self._head
             return linear_cross_entropy(
                 hidden,
                 self.head_weight,
@@ -243,16 +258,22 @@ class HFCausalLM(nn.Module):
                 weights=weights,
                 chunk=self.loss_chunk,
             )
-        flat, targets = hidden.flatten(0, -2), labels.flatten()
-        each = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights
+
+        # the class computes logits, chunk by chunk; the backward pass recomputes them
+        hidden, labels = hidden.flatten(0, -2), labels.flatten()
+        if weights is None:
+            weights = torch.ones_like(labels, dtype=torch.float32)
         size = chunk_tokens(self.config.vocab_size or 1, hidden.device, self.loss_chunk)
-        parts = zip(flat.split(size), targets.split(size), each.flatten().split(size), strict=True)
+        chunks = zip(
+            hidden.split(size), labels.split(size), weights.flatten().split(size), strict=True
+        )
         total = hidden.new_zeros((), dtype=torch.float32)
-        for part in parts:  # the logits of a chunk are recomputed in the backward pass
-            total = total + checkpoint(self._chunk_loss, *part, use_reentrant=False)
+        for chunk in chunks:
+            total = total + checkpoint(self._chunk_loss, *chunk, use_reentrant=False)
         return total
 
     def _chunk_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the cross-entropy of a chunk (C, D) with labels (C,)."""
         logits = self._own_head(hidden).float()
         nats = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         return (nats * weights).sum()
@@ -294,6 +315,7 @@ class HFCausalLM(nn.Module):
             self.train(was_training)
 
     def _choose(self, device: torch.device) -> None:
+        """Set the strategies and the head by passes over random tokens."""
         tokens = _probe_tokens(len(PROBE), sum(PROBE), self.config, device)
         layout = PackedLayout.from_lengths([[*PROBE], [*PROBE[::-1]]])
         tree = PackedLayout.from_ends(_probe_tree(sum(PROBE)))
@@ -328,26 +350,40 @@ class HFCausalLM(nn.Module):
         return "rows"
 
     def _choose_head(self, tokens: Tensor) -> str | tuple[float, float | None]:
+        """Return scale and softcap that reproduce the logits of the class, or OWN_HEAD.
+
+        `self._head` is set meanwhile, as `head` uses it.
+
+        Raises:
+            UserError: the class computes its logits from more than the hidden states.
+        """
+        # candidates, by the settings that transformers' classes have
         expected = self.hf(input_ids=tokens, use_cache=False, return_dict=True).logits
-        hidden = self._call(tokens, {}, None)[0]
+        hidden, _ = self._call(tokens, {}, None)
         config, embeddings = self.hf.config, self.hf.get_output_embeddings()
         scales = [1.0, getattr(config, "logit_scale", None), _inverse(config, "logits_scaling")]
-        caps = [None, getattr(config, "final_logit_softcapping", None)]
-        plain = embeddings is not None and getattr(embeddings, "bias", None) is None
-        for scale in scales if plain else []:
-            for softcap in caps:
+        softcaps = [None, getattr(config, "final_logit_softcapping", None)]
+        is_matrix = embeddings is not None and getattr(embeddings, "bias", None) is None
+        if not is_matrix:
+            scales = []
+
+        # the first pair with the same logits
+        for scale in scales:
+            for softcap in softcaps:
                 if not isinstance(scale, int | float):
                     continue
                 self._head = (float(scale), softcap)
                 if _agree(self.head(hidden), expected):
                     return self._head
-        self._head = "own"
+
+        # otherwise the class computes the logits
+        self._head = OWN_HEAD
         if not _agree(self._own_head(hidden), expected):
             raise UserError(
                 f"model.pretrained: the logits of {type(self.hf).__name__} are no function of its"
                 " base model's hidden states; this class cannot be trained here"
             )
-        return "own"
+        return OWN_HEAD
 
     def takes(self, name: str) -> bool:
         """Return whether the forward pass of the base model has an argument of this name."""
@@ -359,6 +395,7 @@ class HFCausalLM(nn.Module):
 
 
 def _find_blocks(base: nn.Module, n_layers: int) -> nn.ModuleList:
+    """Return the list of layers: the first nn.ModuleList of that length."""
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
             return module
@@ -380,10 +417,11 @@ def _ties(model: nn.Module) -> dict[str, list[str]]:
     return ties
 
 
-def _probe_tokens(rows: int, width: int, config: HFModelConfig, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(rows)
-    top = min(config.vocab_size or 1, 1000)
-    return torch.randint(0, top, (2, width), generator=generator).to(device)
+def _probe_tokens(seed: int, width: int, config: HFModelConfig, device: torch.device) -> Tensor:
+    """Return random tokens (2, width)."""
+    generator = torch.Generator().manual_seed(seed)
+    end = min(config.vocab_size or 1, 1000)
+    return torch.randint(0, end, (2, width), generator=generator).to(device)
 
 
 def _probe_tree(width: int) -> list[list[int]]:
@@ -391,11 +429,13 @@ def _probe_tree(width: int) -> list[list[int]]:
 
     The second sequence is a single text.
     """
-    root, one, two = 5, 6, 4
-    shared = [root + one + two] * root
-    branches = [root + one] * one + [root + one + two] * two
-    ends = [*shared, *branches, *[width] * (width - root - one - two)]
-    return [ends, [width] * width]
+    n_prefix, n_first, n_second = 5, 6, 4  # tokens of the prefix and of the two continuations
+    first_end = n_prefix + n_first
+    tree_end = first_end + n_second
+    prefix = [tree_end] * n_prefix
+    continuations = [first_end] * n_first + [tree_end] * n_second
+    third_text = [width] * (width - tree_end)
+    return [[*prefix, *continuations, *third_text], [width] * width]
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
@@ -420,7 +460,8 @@ def _padding_mask(tokens: Tensor, layout: PackedLayout | None) -> Tensor | None:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-HIDDEN = torch.finfo(torch.bfloat16).min  # finite in every dtype that has an exponent of 8 bits
+HIDDEN = torch.finfo(torch.bfloat16).min  # mask value; finite in bf16 and fp32
+OWN_HEAD = "own"  # the class computes the logits
 
 
 class MaskTraits(Protocol):
@@ -452,16 +493,16 @@ def mask_types(config: Any) -> dict[str, int | None] | int | None:
     return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
 
 
-def by_positions(asked: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
+def by_positions(traits: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """Isolate documents by their positions; the class derives the mask from them."""
-    if not asked.takes("position_ids"):
+    if not traits.takes("position_ids"):
         raise NotImplementedError("positions")
     return {"position_ids": layout.positions}
 
 
-def by_mask(asked: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
+def by_mask(traits: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """Isolate documents by an additive mask, with positions if the class takes them."""
-    windows = asked.mask_types()
+    windows = traits.mask_types()
     is_visible = visible(layout)
     mask: Any
     if isinstance(windows, dict):
@@ -471,7 +512,7 @@ def by_mask(asked: MaskTraits, layout: PackedLayout, dtype: torch.dtype) -> dict
     else:
         mask = _additive(is_visible, layout, windows, dtype)
     arguments = {"attention_mask": mask}
-    if asked.takes("position_ids"):
+    if traits.takes("position_ids"):
         arguments["position_ids"] = layout.positions
     return arguments
 
@@ -482,21 +523,25 @@ WAYS: dict[str, Way] = {"positions": by_positions, "mask": by_mask}
 
 def visible(layout: PackedLayout) -> Tensor:
     """Return a boolean (B, T, T): whether token i of a sequence attends to token j."""
-    places = torch.arange(layout.positions.shape[1], device=layout.positions.device)
-    seen = (places[:, None] >= places) & (
-        layout.documents[:, :, None] == layout.documents[:, None, :]
-    )
-    return seen if layout.ends is None else seen & (places[:, None] < layout.ends[:, None, :])
+    index = torch.arange(layout.positions.shape[1], device=layout.positions.device)
+    is_causal = index[:, None] >= index
+    is_same_document = layout.documents[:, :, None] == layout.documents[:, None, :]
+    is_visible = is_causal & is_same_document
+    if layout.ends is not None:  # in a tree, token j is visible up to the end of its branch
+        is_visible = is_visible & (index[:, None] < layout.ends[:, None, :])
+    return is_visible
 
 
-def _additive(seen: Tensor, layout: PackedLayout, window: int | None, dtype: torch.dtype) -> Tensor:
+def _additive(
+    is_visible: Tensor, layout: PackedLayout, window: int | None, dtype: torch.dtype
+) -> Tensor:
     """Return an additive mask (B, 1, T, T): 0 at visible tokens within the window."""
     if window is not None:
-        places = layout.positions
-        seen = seen & (places[:, :, None] - places[:, None, :] < window)
+        distance = layout.positions[:, :, None] - layout.positions[:, None, :]
+        is_visible = is_visible & (distance < window)
     hidden = max(HIDDEN, torch.finfo(dtype).min)
-    zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return zeros.masked_fill_(~seen, hidden)[:, None]
+    zeros = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
+    return zeros.masked_fill_(~is_visible, hidden)[:, None]
 
 
 def document_rows(layout: PackedLayout) -> tuple[Tensor, Tensor]:
@@ -512,19 +557,20 @@ def document_rows(layout: PackedLayout) -> tuple[Tensor, Tensor]:
     sources = torch.full((len(paths), width), -1)
     back = torch.zeros(layout.positions.numel(), dtype=torch.int64)
     for row, path in enumerate(paths):
-        places = torch.tensor(path)
-        sources[row, : len(path)] = places
-        back[places] = row * width + torch.arange(len(path))
+        indices = torch.tensor(path)
+        sources[row, : len(path)] = indices
+        back[indices] = row * width + torch.arange(len(path))
     return back, sources
 
 
 def _document_paths(layout: PackedLayout) -> list[list[int]]:
+    """Return for each document the flat indices of its tokens."""
     width, paths = layout.positions.shape[1], []
     for row, lengths in enumerate(layout.lengths):
-        at = row * width
+        start = row * width
         for length in lengths:
-            paths.append(list(range(at, at + length)))
-            at += length
+            paths.append(list(range(start, start + length)))
+            start += length
     return [path for path in paths if path]
 
 
@@ -533,11 +579,12 @@ def _tree_paths(layout: PackedLayout) -> list[list[int]]:
     assert layout.ends is not None
     width, paths = layout.positions.shape[1], []
     for row, ends in enumerate(layout.ends.tolist()):
-        above: list[int] = []
-        for place, end in enumerate(ends):
-            above = [j for j in above if ends[j] > place] + [place]
-            if end == place + 1 or place + 1 == width:
-                paths.append([row * width + j for j in above])
+        ancestors: list[int] = []  # visible tokens up to the current token
+        for i, end in enumerate(ends):
+            ancestors = [j for j in ancestors if ends[j] > i] + [i]
+            is_leaf = end == i + 1 or i + 1 == width
+            if is_leaf:
+                paths.append([row * width + j for j in ancestors])
     return paths
 
 
@@ -546,20 +593,20 @@ class SlotTokens:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
-        self._pieces: Sequence[TokenChunk] = ()
+        self._chunks: Sequence[TokenChunk] = ()
         self._device = device
 
     def begin(self, pieces: Sequence[TokenChunk]) -> Tensor:
         """Add the chunks of the next forward pass; return their tokens (1, N)."""
-        self._pieces = pieces
-        for piece in pieces:
-            self._tokens[piece.slot][piece.past :] = piece.tokens
-        new = [token for piece in pieces for token in piece.tokens]
-        return torch.tensor([new], device=self._device)
+        self._chunks = pieces
+        for chunk in pieces:
+            self._tokens[chunk.slot][chunk.past :] = chunk.tokens
+        new_tokens = [token for chunk in pieces for token in chunk.tokens]
+        return torch.tensor([new_tokens], device=self._device)
 
     def ends(self) -> list[int]:
         """Return the length of each sequence that has new tokens."""
-        return [piece.past + len(piece.tokens) for piece in self._pieces]
+        return [chunk.past + len(chunk.tokens) for chunk in self._chunks]
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return the full sequences that have new tokens.
@@ -571,11 +618,11 @@ class SlotTokens:
         ends = self.ends()
         width = max(ends)
         rows = torch.zeros(len(ends), width, dtype=torch.int64)
-        places: list[int] = []
-        for row, (piece, end) in enumerate(zip(self._pieces, ends, strict=True)):
-            rows[row, :end] = torch.tensor(self._tokens[piece.slot][:end])
-            places += range(row * width + piece.past, row * width + end)
-        return rows.to(self._device), torch.tensor(places, device=self._device)
+        new_indices: list[int] = []
+        for row, (chunk, end) in enumerate(zip(self._chunks, ends, strict=True)):
+            rows[row, :end] = torch.tensor(self._tokens[chunk.slot][:end])
+            new_indices += range(row * width + chunk.past, row * width + end)
+        return rows.to(self._device), torch.tensor(new_indices, device=self._device)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to slot `target`."""

@@ -62,14 +62,13 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
         ),
     ),
 }
-CAUSAL = FixedField(
-    "is_causal", True, True
-)  # false in models that embed texts, of any architecture
+# text embedding models, of any architecture, have is_causal false
+CAUSAL = FixedField("is_causal", True, True)
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
 
 def write_settings(config: ResolvedModelConfig, name: str) -> dict[str, Any]:
-    """The keys of config.json that make transformers' class `name` this model."""
+    """Return the content of config.json for a model in transformers' class `name`."""
     if name == OWN:
         names = {"architectures": ["LlmfoundryForCausalLM"], "model_type": OWN_TYPE}
         return {**names, "settings": to_dict(config)}
@@ -86,12 +85,13 @@ def write_settings(config: ResolvedModelConfig, name: str) -> dict[str, Any]:
     if architecture.partial_rotary is not None:
         written |= write_rope(config, architecture)
         if architecture.model_type == "dbrx":
-            # transformers reads this one without using it, and fails where it is missing
+            # transformers does not use this key, but fails if it is missing
             written["attn_config"]["rope_theta"] = written["rope_theta"]
     return written
 
 
 def _written(field: ConfigField, config: ResolvedModelConfig) -> Any:
+    """Return the value of a field in config.json."""
     if field.write is not None:
         return field.write(config)
     value = get(config, field.ours)
@@ -101,6 +101,7 @@ def _written(field: ConfigField, config: ResolvedModelConfig) -> Any:
 
 
 def _put(written: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, and create the sections that it is in."""
     *sections, last = key.split(".")
     for section in sections:
         written = written.setdefault(section, {})
@@ -108,7 +109,7 @@ def _put(written: dict[str, Any], key: str, value: Any) -> None:
 
 
 def get(config: ModelConfig, key: str) -> Any:
-    """The setting at dotted `key`."""
+    """Return the setting at a dotted key."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -116,7 +117,7 @@ def get(config: ModelConfig, key: str) -> Any:
 
 
 def field_text(value: Any) -> str:
-    """A setting's value as YAML would write it."""
+    """Return a value as YAML writes it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {field_text(item)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, bool):
@@ -125,13 +126,19 @@ def field_text(value: Any) -> str:
 
 
 def plain_settings(config: ResolvedModelConfig) -> ResolvedModelConfig:
-    """The model of the same logits in fp32, each setting in the shortest way to say it."""
+    """Return the config in a normal form: equal configs compute equal logits in fp32.
+
+    Settings at their defaults are removed, and low-precision norms become plain norms.
+    """
+    # attention: default scale, plain norm
     attn, ffn = config.attn_config, config.ffn_config
     scale, default = attn.softmax_scale, config.head_dim**-0.5
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         attn = replace(attn, softmax_scale=None)
     if attn.norm_type is not None:
         attn = replace(attn, norm_type=attn.norm_type.removeprefix(LOW))
+
+    # feed-forward network: activation by name where its arguments are the defaults
     if not isinstance(ffn.ffn_act_fn, str):
         name, arguments = ffn.activation
         if arguments.items() <= DEFAULT_ARGUMENTS.get(name, {}).items():
@@ -143,6 +150,8 @@ def plain_settings(config: ResolvedModelConfig) -> ResolvedModelConfig:
         uniform_expert_assignment=ffn.uniform_expert_assignment or None,
         moe_force_balance=ffn.moe_force_balance or None,
     )
+
+    # scale of the logits as a number; 1 is no scale
     factor = config.logit_scale
     if factor == "inv_sqrt_d_model":
         factor = config.d_model**-0.5
@@ -156,14 +165,15 @@ def plain_settings(config: ResolvedModelConfig) -> ResolvedModelConfig:
 
 
 def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
-    """The architecture and the filled `model` section that config.json describes.
+    """Return the architecture and the resolved `model` section that config.json describes.
 
-    `no_bias` and `attention_bias` are left at what the architecture forces; the file's tensors
-    decide them.
+    `no_bias` and `attention_bias` have the value of the architecture; the caller corrects them by
+    the tensors of the folder.
 
     Raises:
-        UserError: a line for each key that the decoder cannot follow exactly.
+        UserError: a line for each key whose value the decoder does not support.
     """
+    # formats of this project and of LLM Foundry
     problems = list(_check_kinds(written))
     if problems:
         raise UserError(*problems)
@@ -173,6 +183,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
     if is_foundry(written):
         config = read_foundry(written, problems)
         return FOUNDRY, _resolved(config, problems)
+
+    # settings of an architecture of transformers
     names = {a.model_type: name for name, a in ARCHITECTURES.items()}
     if kind not in names:
         known = ", ".join([*names, OWN_TYPE])
@@ -181,6 +193,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
     values = {n.key: n.value for n in architecture.needs if n.value is not None}
     for field in architecture.fields:
         values[field.ours] = _read(field, written, problems)
+
+    # settings that depend on several keys
     if MAPS[names[kind]].own_head:
         values["tie_word_embeddings"] = False
     layers = values["n_layers"]
@@ -188,6 +202,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
         values |= read_layers(written, architecture, layers, problems)
     if architecture.partial_rotary is not None and values.get("attn_config.rope"):
         values |= read_rope(written, architecture, problems)
+
+    # keys that must have one value, and the result
     _check_fixed(written, architecture, problems)
     if problems:
         raise UserError(*problems)
@@ -197,6 +213,7 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
 
 
 def _read_own(written: dict[str, Any]) -> ResolvedModelConfig:
+    """Return the `model` section in a config.json of this project's own format."""
     problems: list[Problem] = []
     config = build(ModelConfig, written.get("settings", {}), problems, "settings.")
     if problems:
@@ -205,14 +222,14 @@ def _read_own(written: dict[str, Any]) -> ResolvedModelConfig:
 
 
 def check_layers(written: Mapping[str, Any], where: str = "config.json: ") -> None:
-    """Before anything is made for each layer, which an absurd number would take all memory for.
+    """Check the number of layers before memory is allocated for each layer.
 
     Args:
-        written: config.json, whose sections, such as text_config, are looked at too.
-        where: the beginning of an error.
+        written: content of config.json; sections such as text_config are checked as well.
+        where: beginning of the error line.
 
     Raises:
-        UserError: it says more than MOST_LAYERS.
+        UserError: a number of layers is greater than MOST_LAYERS.
     """
     for key, value in written.items():
         if isinstance(value, dict):
@@ -225,7 +242,7 @@ def check_layers(written: Mapping[str, Any], where: str = "config.json: ") -> No
 
 
 def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for sections, lists and numbers that are none, of the keys that no field reads."""
+    """Yield an error line for each wrong type among the keys that no ConfigField reads."""
     for noun, (kinds, keys) in KINDS.items():
         for key in keys:
             value = _look_up(written, key, None)
@@ -234,15 +251,21 @@ def _check_kinds(written: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _look_up(written: Mapping[str, Any], key: str, default: Any) -> Any:
-    value_at: Any = written
+    """Return the value of a dotted key, or the default."""
+    value: Any = written
     for part in key.split("."):
-        if not isinstance(value_at, dict) or part not in value_at:
+        if not isinstance(value, dict) or part not in value:
             return default
-        value_at = value_at[part]
-    return value_at
+        value = value[part]
+    return value
 
 
 def _read(field: ConfigField, written: dict[str, Any], problems: list[str]) -> Any:
+    """Return the value of a setting here by its keys in config.json.
+
+    Returns None and appends to `problems` if the value is missing or not supported.
+    """
+    # the value in config.json: its main key takes precedence over other spellings
     value = field.default
     for key in (*field.also, field.theirs):
         value = _look_up(written, key, value)
@@ -250,9 +273,12 @@ def _read(field: ConfigField, written: dict[str, Any], problems: list[str]) -> A
     if value is REQUIRED or (value is None and needed):
         problems.append(f"config.json: {field.theirs} is missing")
         return None
+
+    # any value, converted and checked by its type here
     if field.choices is None:
         try:
-            value = value if field.read is None else field.read(value)
+            if field.read is not None:
+                value = field.read(value)
         except (TypeError, ZeroDivisionError):
             problems.append(
                 f"config.json: {field.theirs}: {field_text(value)} is not a number above 0"
@@ -264,14 +290,17 @@ def _read(field: ConfigField, written: dict[str, Any], problems: list[str]) -> A
         value = to_type(declared.hint if declared else None, value, key, type_problems)
         problems += [problem.line for problem in type_problems]
         return value
-    if value not in list(field.choices):  # a list, for what cannot be a dictionary's key
-        can = ", ".join(field_text(theirs) for theirs in field.choices)
-        problems.append(f"config.json: {field.theirs} {value!r}; the decoder has only {can}")
+
+    # one of several values
+    if value not in list(field.choices):  # as a list, because the value may not be hashable
+        options = ", ".join(field_text(theirs) for theirs in field.choices)
+        problems.append(f"config.json: {field.theirs} {value!r}; the decoder has only {options}")
         return None
     return field.choices[value]
 
 
 def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: list[str]) -> None:
+    """Append a line to `problems` for each key whose value the architecture does not support."""
     for fixed in (*architecture.fixed, CAUSAL):
         value = _look_up(written, fixed.theirs, fixed.default)
         if value is not ANYTHING and fixed.default is not ANYTHING and value != fixed.value:
@@ -284,20 +313,25 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
 
 
 def _settle_mixture(values: dict[str, Any]) -> None:
-    """Make settings that fit each other of what was read, in place."""
+    """Make the settings of a mixture of experts consistent with each other, in place.
+
+    One expert without a shared expert is a plain feed-forward network. A loss weight selects
+    balancing by loss.
+    """
     if values[EXPERTS] == 1 and values.get(SHARED) is None:
         for key in [key for key in values if key.startswith("ffn_config.moe_")]:
             del values[key]
         del values[MLP_TYPE]
         values[TYPE] = "mptglu"
         return
-    weight = float(f"{(values[LOSS] or 0) * values[TOP_K]:.15g}")  # without its last digit
+    # 15 digits, without the rounding error of the product
+    weight = float(f"{(values[LOSS] or 0) * values[TOP_K]:.15g}")
     values[LOSS] = weight or None
     values[BALANCING] = "loss" if weight else "none"
 
 
 def _assemble(values: dict[str, Any]) -> ResolvedModelConfig:
-    """A resolved `model` section with `values` at dotted keys."""
+    """Return the resolved `model` section with `values`, which has dotted keys."""
     config = ModelConfig(attn_config=AttentionConfig(), ffn_config=FFNConfig())
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -314,7 +348,11 @@ def _assemble(values: dict[str, Any]) -> ResolvedModelConfig:
 
 
 def _resolved(config: ModelConfig, problems: list[str]) -> ResolvedModelConfig:
-    """Check and resolve a section; `problems` found before are raised with its own."""
+    """Check and resolve a section.
+
+    Raises:
+        UserError: `problems`, or if it is empty, the problems of the section.
+    """
     problems = problems or [f"config.json: {line}" for line in config.check()]
     if problems:
         raise UserError(*problems)
@@ -324,12 +362,15 @@ def _resolved(config: ModelConfig, problems: list[str]) -> ResolvedModelConfig:
 def said_biases(
     written: Mapping[str, Any], name: str, config: ResolvedModelConfig
 ) -> dict[str, bool]:
-    """Whether rules of each kind of bias (`tensor_names.has_bias`) have one in the file.
+    """Return for each kind of bias whether config.json says that the model has it.
 
     Args:
-        written: config.json.
-        name: its architecture.
-        config: what `read_settings` made of it.
+        written: content of config.json.
+        name: name of the architecture.
+        config: section that `read_settings` returned.
+
+    Returns:
+        Kinds as in `tensor_names.has_bias`.
     """
     if name == FOUNDRY:
         return {kind: has_bias(kind, config) for kind in ("never", "qkv", "other")}
@@ -341,7 +382,12 @@ def said_biases(
 
 
 def unread(written: Mapping[str, Any], name: str) -> list[str]:
-    """A line for each dropout in config.json of `name` that the decoder has not, or elsewhere."""
+    """Return a line for each dropout in config.json that the decoder does not apply.
+
+    Args:
+        written: content of config.json.
+        name: name of the architecture.
+    """
     if name in (OWN, FOUNDRY):
         return []
     return [

@@ -49,12 +49,24 @@ def write_layers(config: ModelConfig, architecture: Architecture) -> dict[str, A
 
 
 def _write_windows(windows: WindowFields, sizes: Sequence[int], longest: int) -> dict[str, Any]:
-    size = max(sizes) + 1 or None
+    """Return the keys of config.json for attention windows.
+
+    Args:
+        windows: the keys of the architecture.
+        sizes: window of each layer here, -1: full attention. config.json counts the token itself,
+            so that its number is greater by one.
+        longest: maximum sequence length.
+    """
+    size = max(sizes) + 1 or None  # None: no layer has a window
     types = [FULL if window < 0 else SLIDING for window in sizes]
+
+    # GPT-Neo: runs of equal layers
     if windows.key == "attention_types":
-        kinds = {theirs: kind for kind, theirs in NEO.items()}
-        runs = [[[kinds[kind]], len(list(run))] for kind, run in groupby(types)]
+        neo_names = {ours: neo for neo, ours in NEO.items()}
+        runs = [[[neo_names[layer_type]], len(list(run))] for layer_type, run in groupby(types)]
         return {"attention_types": runs, "window_size": size or longest}
+
+    # other architectures
     if not windows.sizes:
         return {"layer_types": types}
     written: dict[str, Any] = {"sliding_window": size or (longest if windows.always else None)}
@@ -68,7 +80,14 @@ def _write_windows(windows: WindowFields, sizes: Sequence[int], longest: int) ->
 def read_layers(
     written: Mapping[str, Any], architecture: Architecture, n_layers: int, problems: list[str]
 ) -> dict[str, Any]:
-    """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
+    """Return settings of layers at dotted keys of the `model` section.
+
+    Args:
+        written: content of config.json.
+        architecture: its architecture.
+        n_layers: number of layers.
+        problems: a line is appended for each unsupported value.
+    """
     sizes = _read_windows(written, architecture.windows, n_layers, problems)
     rotary = [architecture.partial_rotary is not None] * n_layers
     keys: dict[str, Any] = {}
@@ -84,61 +103,75 @@ def read_layers(
 
 
 def _read_tuning(written: Mapping[str, Any]) -> Tuning | None:
+    """Return floor and scale of Llama 4's attention temperature; None: not used."""
     scale = written.get("attn_scale", SCALE)
-    on = written.get("attn_temperature_tuning", True) and scale
-    return (written.get("floor_scale", FLOOR), scale) if on else None
+    if not written.get("attn_temperature_tuning", True) or not scale:
+        return None
+    return written.get("floor_scale", FLOOR), scale
 
 
 def _read_windows(
     written: Mapping[str, Any], windows: WindowFields | None, n_layers: int, problems: list[str]
 ) -> list[int]:
-    """The window of every layer."""
-    none, given = [-1] * n_layers, list(written.get("layer_types") or [])
-    neo = windows is not None and windows.key == "attention_types"
-    types = _read_neo(written) if neo else given or _types(written, windows, n_layers)
-    key = "attention_types" if neo else "layer_types"
+    """Return the window of each layer, -1: full attention.
+
+    Appends a line to `problems` if the types of the layers or their window are not supported.
+    """
+    # the type of each layer: listed in config.json, or by the rule of the architecture
+    no_windows, listed_types = [-1] * n_layers, list(written.get("layer_types") or [])
+    is_neo = windows is not None and windows.key == "attention_types"
+    if is_neo:
+        key, types = "attention_types", _read_neo(written)
+    else:
+        key, types = "layer_types", listed_types or _types(written, windows, n_layers)
+
+    # check the types
     known = [FULL] if windows is not None and not windows.sizes else [FULL, SLIDING]
-    strange = sorted(set(types) - set(known))
-    if strange:
-        problems.append(f"config.json: {key} {strange[0]!r}; the decoder has {', '.join(known)}")
-        return none
-    passed_over = windows is None or windows.key == "sliding_window"  # as transformers does
-    if len(types) != n_layers or (passed_over and types != _types(written, windows, n_layers)):
+    unknown = sorted(set(types) - set(known))
+    if unknown:
+        problems.append(f"config.json: {key} {unknown[0]!r}; the decoder has {', '.join(known)}")
+        return no_windows
+    # transformers ignores layer_types of these architectures, so the list must agree with the rule
+    is_ignored = windows is None or windows.key == "sliding_window"
+    if len(types) != n_layers or (is_ignored and types != _types(written, windows, n_layers)):
         problems.append(f"config.json: {key} do not fit the model's layers")
-        return none
+        return no_windows
+
+    # the window
     if windows is None or SLIDING not in types:
-        return none
+        return no_windows
     if windows.switch and not written.get("use_sliding_window", False):
         problems.append("config.json: use_sliding_window false, but layer_types has windows")
-    name = "window_size" if neo else "sliding_window"
+    name = "window_size" if is_neo else "sliding_window"
     size = written.get(name, windows.default)
     if not isinstance(size, int) or size < 2:
         problems.append(f"config.json: {name} {size}; the decoder's windows begin at 2")
-        return none
-    return [size - 1 if kind == SLIDING else -1 for kind in types]
+        return no_windows
+    return [size - 1 if layer_type == SLIDING else -1 for layer_type in types]
 
 
 def _types(written: Mapping[str, Any], windows: WindowFields | None, n_layers: int) -> list[str]:
-    """Every layer's kind where config.json does not list them."""
+    """Return the type of each layer by the architecture's rule, for a config.json without list."""
     if windows is None:
         return [FULL] * n_layers
     has_size = written.get("sliding_window", windows.default) is not None
-    on = not windows.switch or (written.get("use_sliding_window", False) and has_size)
+    is_on = not windows.switch or (written.get("use_sliding_window", False) and has_size)
     if windows.key == "sliding_window":
-        return [SLIDING if on and has_size else FULL] * n_layers
-    if windows.types is None or not on:
+        return [SLIDING if is_on and has_size else FULL] * n_layers
+    if windows.types is None or not is_on:
         return [FULL] * n_layers
     return windows.types(written, n_layers)
 
 
 def _read_neo(written: Mapping[str, Any]) -> list[str]:
-    """GPT-Neo's runs of kinds, each with how often it is repeated."""
+    """Return the type of each layer of GPT-Neo, whose config.json has [types, repetitions]."""
     runs = written.get("attention_types") or [[["global", "local"], 12]]
-    return [NEO.get(kind, kind) for kinds, count in runs for kind in kinds * count]
+    return [NEO.get(neo, neo) for neo_types, count in runs for neo in neo_types * count]
 
 
 def _overrides(kinds: list[LayerKind]) -> dict[str, Any]:
-    """Settings and block_overrides of layers of these kinds."""
+    """Return the settings and block_overrides for the window, rotation and tuning of each layer."""
+    # the most common kind of layer is the default of the model; rotating, full layers come first
     rotates = any(rotary for _, rotary, _ in kinds)
     base = max(set(kinds), key=lambda kind: (kind[1], kind[0] == -1, kinds.count(kind)))
     keys: dict[str, Any] = {"attn_config.sliding_window_size": base[0]}
@@ -146,6 +179,8 @@ def _overrides(kinds: list[LayerKind]) -> dict[str, Any]:
         keys[TUNING] = TemperatureConfig(*base[2])
     if len(set(kinds)) == 1:
         return keys
+
+    # an override for each other kind, and the order of the layers in runs of equal kinds
     overrides = {
         _override_name(kind, base): BlockOverride(
             AttentionOverride(
@@ -164,11 +199,17 @@ def _overrides(kinds: list[LayerKind]) -> dict[str, Any]:
 
 
 def _override_name(kind: LayerKind, base: LayerKind) -> str:
+    """Return the name of a kind in block_overrides, such as `sliding` or `nope`."""
     if kind == base:
         return DEFAULT
     window, rotary, _ = kind
-    words = ["full" if window < 0 else "sliding"] * (window != base[0])
-    return "_".join([*words, *["nope"] * (rotary != base[1])])
+    base_window, base_rotary, _ = base
+    words = []
+    if window != base_window:
+        words.append("full" if window < 0 else "sliding")
+    if rotary != base_rotary:
+        words.append("nope")
+    return "_".join(words)
 
 
 def missed_layers(
@@ -189,6 +230,7 @@ def missed_layers(
 
 
 def _missed_window(layers: Sequence[LayerConfig], windows: WindowFields | None) -> str:
+    """Return what the windows must be for an export; empty if they can be exported."""
     sizes = {layer.window for layer in layers}
     if (windows is None or not windows.sizes) and sizes != {-1}:
         return "sliding_window_size: -1 in every layer"
@@ -200,6 +242,7 @@ def _missed_window(layers: Sequence[LayerConfig], windows: WindowFields | None) 
 
 
 def _missed_tuning(layers: Sequence[LayerConfig], architecture: Architecture) -> str:
+    """Return what the attention temperature must be for an export; empty if it can be exported."""
     if not architecture.tuned:
         tuned = any(layer.temperature for layer in layers)
         return "attn_temperature_tuning.attn_scale: 0 in every layer" if tuned else ""

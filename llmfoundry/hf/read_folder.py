@@ -279,7 +279,7 @@ class WeightFiles:
     """All tensors of a folder by name.
 
     Attributes:
-        names: of all of them.
+        names: names of all tensors.
     """
 
     def __init__(self, files: list[Path], reader: Callable[[Path], WeightReader]) -> None:
@@ -295,48 +295,49 @@ class WeightFiles:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return set(self._where)
 
     def get(self, name: str) -> Tensor:
-        """A tensor, on the CPU; its pages are read from the file as they are used."""
+        """Return a tensor on the CPU, memory-mapped: its pages are read when they are used."""
         file = self._where[name]
         if self._open is None or self._open[0] != file:
-            self._open = None  # unmapped first, so that two are never mapped
+            self._open = None  # unmap the previous file first: at most one file is mapped
             self._open = file, self._reader(file)
-        return self._open[1].get(name)
+        _, reader = self._open
+        return reader.get(name)
 
     def sketch(self, name: str) -> Tensor:
-        """A vector, or a bias, itself; of what is larger shape and dtype, on the meta device."""
+        """Return a vector or bias with its values, any other tensor on the meta device."""
         sketch = self._sketches[name]
         return self.get(name) if sketch.ndim < 2 or name.endswith("bias") else sketch
 
     def numbers_by_dtype(self) -> dict[torch.dtype, int]:
-        """How many numbers are stored in each dtype."""
+        """Return the number of elements stored in each dtype."""
         counts: dict[torch.dtype, int] = {}
         for sketch in self._sketches.values():
             counts[sketch.dtype] = counts.get(sketch.dtype, 0) + sketch.numel()
         return counts
 
     def close(self) -> None:
-        """Unmap what is open."""
+        """Unmap the open file."""
         self._open = None
 
 
 class WeightReader:
-    """One open file."""
+    """Reader of one open weight file."""
 
     def sketches(self) -> dict[str, Tensor]:
-        """Its tensors on the meta device."""
+        """Return all tensors on the meta device."""
         raise NotImplementedError
 
     def get(self, name: str) -> Tensor:
-        """One of them."""
+        """Return a tensor by name."""
         raise NotImplementedError
 
 
 class SafeReader(WeightReader):
-    """A safetensors file."""
+    """Reader of a safetensors file."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -347,16 +348,16 @@ class SafeReader(WeightReader):
             raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
     def sketches(self) -> dict[str, Tensor]:
-        """Its tensors on the meta device."""
+        """Return all tensors on the meta device."""
         return self._file.sketches()
 
     def get(self, name: str) -> Tensor:
-        """One of them, mapped."""
+        """Return a tensor by name, memory-mapped."""
         return self._file.get(name)
 
 
 class PickleReader(WeightReader):
-    """A file of torch.save, of which tensors alone are read."""
+    """Reader of a file of torch.save that holds tensors only."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -373,28 +374,28 @@ class PickleReader(WeightReader):
         self._state = state
 
     def sketches(self) -> dict[str, Tensor]:
-        """Its tensors on the meta device."""
+        """Return all tensors on the meta device."""
         return {str(name): tensor.to("meta") for name, tensor in self._state.items()}
 
     def get(self, name: str) -> Tensor:
-        """One of them, mapped where the file can be."""
+        """Return a tensor by name, memory-mapped if the file's format allows it."""
         return self._state[name]
 
 
 def _load_tensors_only(file: Path) -> Any:
-    """What a file holds; files of PyTorch before 1.6 cannot be mapped."""
+    """Load a file of torch.save without running code."""
     import zipfile
 
-    mapped = zipfile.is_zipfile(file)
+    mapped = zipfile.is_zipfile(file)  # older than PyTorch 1.6: no zip file, cannot be mapped
     return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 @contextmanager
 def open_weights(folder: Path) -> Iterator[WeightFiles]:
-    """The weights of a folder: safetensors, or else files of torch.save.
+    """Open the weights of a folder: safetensors files, otherwise files of torch.save.
 
     Raises:
-        UserError: there are none, one that the index names is missing, or one cannot be read.
+        UserError: there are no weights, a file of the index is missing, or a file cannot be read.
     """
     files, reader = _find_files(folder)
     weights = WeightFiles(files, reader)
@@ -405,16 +406,21 @@ def open_weights(folder: Path) -> Iterator[WeightFiles]:
 
 
 def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], WeightReader]]:
-    """The files, and what opens one."""
-    for one, reader in ((SAFETENSORS, SafeReader), (PICKLE, PickleReader)):
-        index = folder / f"{one}.index.json"
-        suffix = one.rpartition(".")[2]
-        if (folder / one).is_file():  # before an index, which a folder that was saved twice keeps
-            return [folder / one], reader
+    """Return the weight files of a folder, and the reader class for them."""
+    for file_name, reader in ((SAFETENSORS, SafeReader), (PICKLE, PickleReader)):
+        # a single file; it is newer than an index that an earlier save has left
+        if (folder / file_name).is_file():
+            return [folder / file_name], reader
+
+        # the shards of an index
+        index = folder / f"{file_name}.index.json"
+        stem, _, suffix = file_name.rpartition(".")
         if index.is_file():
             return _shards(index, suffix), reader
-        candidates = folder.glob(f"{one.removesuffix(f'.{suffix}')}*.{suffix}")
-        if parts := sorted(file for file in candidates if file.is_file()):
+
+        # shards without an index
+        parts = sorted(file for file in folder.glob(f"{stem}*.{suffix}") if file.is_file())
+        if parts:
             return parts, reader
     raise UserError(
         f"{folder}: has no model.safetensors and no other weights; copy them there, or save the"
@@ -423,7 +429,7 @@ def _find_files(folder: Path) -> tuple[list[Path], Callable[[Path], WeightReader
 
 
 def _shards(index: Path, suffix: str) -> list[Path]:
-    """The files that an index names, all beside it, and all there."""
+    """Return the files that an index names; check that all are in its folder and exist."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict):
         raise UserError(f"{index}: has no weight_map; copy or download it again")

@@ -19,7 +19,7 @@ from llmfoundry.ops.packed_layout import PackedLayout
 
 
 class RopeByDocument:
-    """Hooks on the rotary modules of a model, at work within `within`."""
+    """Hooks on the rotary modules of a model, active inside `with rope.within(layout)`."""
 
     def __init__(self, base: nn.Module) -> None:
         """Register the hooks; models without rotary modules have none."""
@@ -30,40 +30,45 @@ class RopeByDocument:
 
     @contextmanager
     def within(self, layout: PackedLayout | None) -> Iterator[None]:
-        """Take the lengths of documents from a layout without branches; None: whole rows."""
+        """Use the document lengths of a layout; None, or a layout with branches: full sequences."""
         self._layout = None if layout is None or layout.ends is not None else layout
         try:
             yield
         finally:
             self._layout = None
 
-    def _angles(self, module: Any, args: Any, kwargs: dict[str, Any], found: Any) -> Any:
-        """(cos, sin), (B, T, head) each, in place of those that one choice gives all tokens."""
+    def _angles(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Return cos and sin, (B, T, head) each, by document length; None: keep the output.
+
+        A forward hook: `args` and `kwargs` are those of the rotary module. `output` has the angles
+        that the module computed for the longest sequence of the batch.
+        """
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
         kind, longest = _kind(module, layer_type)
         if self._layout is None or kind not in ("longrope", "dynamic"):
             return None
+        # the length that determines the angles of each token, (B, T)
         x = args[0] if args else kwargs["x"]
-        lengths = _lengths(self._layout)
-        choices = lengths.clamp(min=longest)
-        if kind == "longrope":  # one choice for all that are longer
-            choices = choices.clamp(max=longest + 1)
+        angle_lengths = _lengths(self._layout).clamp(min=longest)
+        if kind == "longrope":  # all longer documents have the same frequencies
+            angle_lengths = angle_lengths.clamp(max=longest + 1)
+        # compute the angles for each length, and select them for its tokens
         positions = self._layout.positions
         more = {} if layer_type is None else {"layer_type": layer_type}
-        for choice in choices.unique().tolist():
-            if kind == "dynamic":  # a short text takes back what a longer one left
+        for length in angle_lengths.unique().tolist():
+            if kind == "dynamic":  # a short sequence resets frequencies of an earlier, longer one
                 module.forward(x, torch.zeros_like(positions[:, :1]), **more)
-            is_long = kind == "longrope" and choice > longest
-            seen = positions if is_long else positions.clamp(max=choice - 1)
-            angles = module.forward(x, seen.to(x.device), **more)
-            is_chosen = (choices == choice)[..., None].to(x.device)
-            pairs = zip(angles, found, strict=True)
-            found = tuple(torch.where(is_chosen, new, old) for new, old in pairs)
-        return found
+            is_long = kind == "longrope" and length > longest
+            used_positions = positions if is_long else positions.clamp(max=length - 1)
+            angles = module.forward(x, used_positions.to(x.device), **more)
+            is_selected = (angle_lengths == length)[..., None].to(x.device)
+            pairs = zip(angles, output, strict=True)
+            output = tuple(torch.where(is_selected, new, old) for new, old in pairs)
+        return output
 
 
 def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
-    """The type of RoPE, and the length up to which its original frequencies hold."""
+    """Return the type of RoPE, and the maximum length of its original frequencies."""
     kind, ropes = module.rope_type, getattr(module.config, "rope_parameters", None) or {}
     if layer_type is not None:
         kind, ropes = kind[layer_type], ropes[layer_type]
@@ -74,11 +79,14 @@ def _kind(module: Any, layer_type: str | None) -> tuple[str, int]:
 
 
 def _lengths(layout: PackedLayout) -> Tensor:
-    """(B, T), on the host: the length of each token's document, without padding."""
+    """Return the length of each token's document without padding, (B, T), on the CPU."""
     padding = layout.padding or (0,) * len(layout.lengths)
     rows = []
-    for row, pad in zip(layout.lengths, padding, strict=True):
-        ends = torch.tensor(row).cumsum(0)
-        real = ends.clamp(max=int(ends[-1]) - pad) - (ends - torch.tensor(row))
-        rows.append(torch.repeat_interleave(real.clamp(min=0), torch.tensor(row)))
+    for document_lengths, n_padding in zip(layout.lengths, padding, strict=True):
+        lengths = torch.tensor(document_lengths)  # the last ones include padding
+        ends = lengths.cumsum(0)
+        begins = ends - lengths
+        text_end = int(ends[-1]) - n_padding
+        text_lengths = (ends.clamp(max=text_end) - begins).clamp(min=0)
+        rows.append(torch.repeat_interleave(text_lengths, lengths))
     return torch.stack(rows)

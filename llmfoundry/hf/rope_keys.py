@@ -20,9 +20,9 @@ COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """The keys for transformers from 5.0 on, and those that older readers know."""
+    """Return the keys of config.json, both of transformers 5 and of older versions."""
     theta, scaling = config.attn_config.rope_theta, config.attn_config.rope_hf_config
-    theta = architecture.theta if theta is None else theta  # None where no layer rotates
+    theta = architecture.theta if theta is None else theta  # None if no layer has RoPE
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling.type != "no_scaling":
         values = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
@@ -39,8 +39,14 @@ def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any
 def read_rope(
     written: Mapping[str, Any], architecture: Architecture, problems: list[str]
 ) -> dict[str, Any]:
-    """Our settings at dotted keys; a line to `problems` for each key that we have nothing for."""
-    # transformers takes rope_scaling before rope_parameters, and folds theta into either
+    """Return the settings of RoPE at dotted keys of the `model` section.
+
+    Args:
+        written: content of config.json.
+        architecture: its architecture.
+        problems: a line is appended for each unsupported value.
+    """
+    # transformers prefers rope_scaling to rope_parameters; theta may be in either
     new, old = written.get("rope_parameters") or {}, written.get("rope_scaling") or {}
     scaling_keys = old or new
     _check_agree(new, old, problems)
@@ -57,7 +63,8 @@ def read_rope(
 
 
 def _check_agree(new: Mapping[str, Any], old: Mapping[str, Any], problems: list[str]) -> None:
-    kinds = [said.get("rope_type", said.get("type")) for said in (new, old) if said]
+    """Append a line to `problems` if rope_parameters and rope_scaling differ."""
+    kinds = [section.get("rope_type", section.get("type")) for section in (new, old) if section]
     kinds = [kind for kind in kinds if kind is not None]
     differing = [key for key in new if key in old and new[key] != old[key]]
     if len(set(kinds)) > 1 or differing:
@@ -68,31 +75,32 @@ def _check_agree(new: Mapping[str, Any], old: Mapping[str, Any], problems: list[
         )
 
 
-def _read_scaling(said: Mapping[str, Any], problems: list[str]) -> RopeConfig:
-    kind = said.get("rope_type", said.get("type", "default"))
+def _read_scaling(section: Mapping[str, Any], problems: list[str]) -> RopeConfig:
+    """Return the scaling of the frequencies; append a line to `problems` if it is unsupported."""
+    kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         kind = "no_scaling"
     if kind not in ROPE_TYPES:
-        can = ", ".join(("default", *ROPE_TYPES[1:]))
-        problems.append(f"config.json: rope_type {kind!r}; the decoder has only {can}")
+        options = ", ".join(("default", *ROPE_TYPES[1:]))
+        problems.append(f"config.json: rope_type {kind!r}; the decoder has only {options}")
         return RopeConfig()
-    wanted = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(kind, ("factor",))
-    for key in sorted(said.keys() - COMMON - set(wanted)):
-        if said[key] is not None:
+    keys = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(kind, ("factor",))
+    for key in sorted(section.keys() - COMMON - set(keys)):
+        if section[key] is not None:
             problems.append(f"config.json: rope_parameters.{key}; the decoder has nothing like it")
-    for key in wanted:
-        if said.get(key) is None:
+    for key in keys:
+        if section.get(key) is None:
             problems.append(f"config.json: rope_parameters.{key} is missing; {kind} needs it")
-    return RopeConfig(type=kind, **{key: said.get(key) for key in wanted})
+    return RopeConfig(type=kind, **{key: section.get(key) for key in keys})
 
 
 def _read_theta(
-    written: Mapping[str, Any], said: Mapping[str, Any], default: float, problems: list[str]
+    written: Mapping[str, Any], section: Mapping[str, Any], default: float, problems: list[str]
 ) -> float:
-    """The base of the rotary frequencies."""
+    """Return the base of the RoPE frequencies; append a line to `problems` if keys disagree."""
     attn = written.get("attn_config")
     places = {
-        "rope_parameters.rope_theta": said.get("rope_theta"),
+        "rope_parameters.rope_theta": section.get("rope_theta"),
         "rope_theta": written.get("rope_theta"),
         "attn_config.rope_theta": attn.get("rope_theta") if isinstance(attn, dict) else None,
     }

@@ -42,12 +42,12 @@ _ORDER = {dtype: -number for number, dtype in enumerate(DTYPES.values())}
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where the tensors of a file are.
+    """Locations of the tensors in a file.
 
     Attributes:
-        header: its first bytes.
-        places: of each tensor the offset in the file, by name.
-        size: bytes of the file.
+        header: first bytes of the file.
+        places: offset of each tensor in the file, by name.
+        size: size of the file in bytes.
     """
 
     header: bytes
@@ -56,29 +56,39 @@ class FileLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, torch.dtype, torch.Size]]) -> FileLayout:
-        """As save_file orders them: by dtype, then by name."""
+        """Return the layout of a file with tensors of these names, dtypes and shapes.
+
+        The order is that of save_file: by dtype, then by name.
+        """
+        # offsets from the end of the header
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        ends = {}
-        at = 0
+        offsets = {}
+        end = 0
         for name, dtype, shape in sorted(tensors, key=lambda t: (_ORDER[t[1]], t[0].encode())):
-            ends[name] = at, at + dtype.itemsize * shape.numel()
-            entries[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": ends[name]}
-            at = ends[name][1]
+            begin, end = end, end + dtype.itemsize * shape.numel()
+            offsets[name] = begin
+            entries[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": [*shape],
+                "data_offsets": (begin, end),
+            }
+
+        # header: length in 8 bytes, JSON padded to a multiple of 8
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        begin = len(header)
-        return cls(header, {name: begin + first for name, (first, _) in ends.items()}, begin + at)
+        places = {name: len(header) + offset for name, offset in offsets.items()}
+        return cls(header, places, len(header) + end)
 
     def create(self, file: Path) -> None:
-        """A file of that size, with its header."""
+        """Create a sparse file of the final size with the header."""
         with file.open("wb") as opened:
             opened.write(self.header)
             opened.truncate(self.size)
 
 
 def write_tensor(file: Path, at: int, tensor: Tensor) -> None:
-    """Write a contiguous tensor on the CPU at its place."""
+    """Write a contiguous tensor on the CPU at offset `at` of a file."""
     if not tensor.numel():
         return
     with file.open("r+b") as opened:
@@ -88,53 +98,62 @@ def write_tensor(file: Path, at: int, tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Place:
+    """Dtype and shape of a tensor, and its offset `at` in the file."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     at: int
 
 
 class SafetensorsFile:
-    """A file to read.
+    """Reader of a safetensors file.
 
     Raises:
-        SafetensorError: it is not a safetensors file, ends early, or has more than its tensors.
-        KeyError: it has a tensor of a dtype that PyTorch lacks, by the dtype's name.
+        SafetensorError: the file is not a safetensors file, is truncated, or has extra bytes.
+        KeyError: the name of a dtype that PyTorch does not have.
     """
 
     def __init__(self, file: Path) -> None:
-        """Have the library read the header: in a file that it accepts tensors lie end to end."""
+        """Read the header with the safetensors library.
+
+        The library only accepts files whose tensors follow each other without gaps, so that the
+        offset of each tensor is the end of the previous tensor.
+        """
         self._file = file
         with file.open("rb") as opened:
-            at = 8 + int.from_bytes(opened.read(8), "little")
+            at = 8 + int.from_bytes(opened.read(8), "little")  # the end of the header
         self._places: dict[str, _Place] = {}
-        with safe_open(file, framework="numpy") as whole:  # which maps it, and reads no more
-            for name in whole.offset_keys():
-                tensor = whole.get_slice(name)
+        with safe_open(file, framework="numpy") as library_file:  # reads the header only
+            for name in library_file.offset_keys():
+                tensor = library_file.get_slice(name)
                 dtype, shape = DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
                 self._places[name] = _Place(dtype, shape, at)
                 at += math.prod(shape) * dtype.itemsize
-        assert at == file.stat().st_size, "safetensors leaves no byte over"
+        assert at == file.stat().st_size, "the last tensor ends at the end of the file"
 
     def sketches(self) -> dict[str, Tensor]:
-        """Its tensors on the meta device."""
+        """Return all tensors on the meta device."""
         return {
             name: torch.empty(place.shape, dtype=place.dtype, device="meta")
             for name, place in self._places.items()
         }
 
     def get(self, name: str) -> Tensor:
-        """One of them, mapped alone: its pages are read as they are used."""
+        """Return a tensor by name. Only its part of the file is mapped and read when it is used."""
         place = self._places[name]
-        count, at = math.prod(place.shape), place.at
-        if not count:
+        n_bytes = math.prod(place.shape) * place.dtype.itemsize
+        if not n_bytes:
             return torch.empty(place.shape, dtype=place.dtype)
-        begin = at - at % mmap.ALLOCATIONGRANULARITY
+        # a mapping must begin at a multiple of the page size
+        page_offset = place.at % mmap.ALLOCATIONGRANULARITY
         with self._file.open("rb") as opened:
-            length = at - begin + count * place.dtype.itemsize
-            mapped = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
-        raw = torch.frombuffer(
-            mapped, dtype=torch.uint8, offset=at - begin, count=length - (at - begin)
-        )
-        if at % place.dtype.itemsize:  # which other writers may leave
+            mapped = mmap.mmap(
+                opened.fileno(),
+                page_offset + n_bytes,
+                access=mmap.ACCESS_COPY,
+                offset=place.at - page_offset,
+            )
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=page_offset, count=n_bytes)
+        if place.at % place.dtype.itemsize:  # not aligned, in files of other writers
             raw = raw.clone()
         return raw.view(place.dtype).view(place.shape)

@@ -30,7 +30,7 @@ from llmfoundry.migrate.entry import (
 from llmfoundry.migrate.values import SERVERS, duration, is_supervised, keyword
 from llmfoundry.recipe.yaml_file import read_yaml
 
-_CALL = re.compile(r"(\w+)\.py$")
+_CALL = re.compile(r"(\w+)\.py$")  # the name of a Python file at the end of a word
 MOUNTED = "/mnt/config/parameters.yaml"
 """File to which MCLI writes `parameters`."""
 
@@ -94,7 +94,7 @@ FORMATS = {
 }
 """Format of each data set for which LLM Foundry registers a preprocessing function."""
 ROWS = "prompt_response"
-_LOOK = "is for rows of prompt and response; write chat if they have messages"
+_FORMAT_NOTE = "is for rows of prompt and response; write chat if they have messages"
 
 
 def loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -111,7 +111,7 @@ def loader_name(value: Any, theirs: ForeignConfig) -> MigratedSetting:
         values["data.format"] = form
     if str(theirs.get("train_loader.dataset.hf_name")) in FORMATS:
         return MigratedSetting(values)
-    return MigratedSetting(values, f"data.format: {form} {_LOOK}", CHANGED)
+    return MigratedSetting(values, f"data.format: {form} {_FORMAT_NOTE}", CHANGED)
 
 
 def _format(theirs: ForeignConfig, loader: str) -> str:
@@ -159,18 +159,22 @@ def hf_name(loader: str) -> Take:
     data = "data" if loader == "train_loader" else "data.validation"
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
+        # a data set of the hub
         name, split = str(value), theirs.get(f"{loader}.dataset.split", "train")
         if not _is_file(name):
             return MigratedSetting({f"{data}.dataset": name})
+
+        # a file format, whose files are in hf_kwargs
         kwargs = theirs.get(f"{loader}.dataset.hf_kwargs", {})
         if name in ("json", "csv", "parquet", "text"):
             has_files = "data_files" in kwargs or "data_dir" in kwargs
             if has_files:
                 return idle("files are read by their suffix")
             return refused("names no files", **{keyword(f"{data}.paths"): [MISSING]})
-        ends = "jsonl" if "://" in name else "*"
-        joint = "." if "://" in name else ""
-        path = f"{name.rstrip('/')}/{split}{joint}{ends}"
+
+        # a folder or URL with a file for each split; a URL cannot be searched by a pattern
+        file_name = f"{split}.jsonl" if "://" in name else f"{split}*"
+        path = f"{name.rstrip('/')}/{file_name}"
         return MigratedSetting({f"{data}.paths": [path]}, "the split's file in the folder", CHANGED)
 
     return take
@@ -343,6 +347,7 @@ def gauntlet_file(key: str) -> Take:
     """Return the converter of a file name of tasks or categories (`key`)."""
 
     def take(value: Any, theirs: ForeignConfig) -> MigratedSetting:
+        # a task list that this project has as well
         if not value:
             return idle("is empty")
         shipped = _shipped_gauntlet(theirs)
@@ -351,6 +356,8 @@ def gauntlet_file(key: str) -> Take:
                 {"eval.gauntlet": shipped},
                 "the same tasks; rows are fetched by scripts/fetch_eval_data.py",
             )
+
+        # a file of the user, which is relative to the migrated file
         file = theirs.beside(str(value))
         if file is None:
             why = (
@@ -358,6 +365,8 @@ def gauntlet_file(key: str) -> Take:
                 " and eval.gauntlet names the result"
             )
             return refused(why, eval__gauntlet=MISSING)
+
+        # its contents become a section of the gauntlet's file
         try:
             read_yaml(file)  # checks the size limits of a recipe
             contents = OmegaConf.to_container(OmegaConf.load(file))
@@ -389,8 +398,8 @@ def evaluated(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     if theirs.here.get("pretrained_lora_id_or_path"):
         return idle("the adapter's own files name the model that it is of")
     models = theirs.get("models")
-    of_model = models[theirs.index] if isinstance(models, list) else theirs.values
-    if of_model.get("load_path"):
+    model_section = models[theirs.index] if isinstance(models, list) else theirs.values
+    if model_section.get("load_path"):
         return idle("its weights are those of load_path")
     return MigratedSetting({"models": [f"hf:{value}"]})
 
@@ -435,12 +444,10 @@ def log_interval(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 def early_mode(value: Any, theirs: ForeignConfig) -> MigratedSetting:
     """Convert the comparison of early stopping to min or max."""
+    if value is None:
+        return idle("has no value")
     modes = {"less": "min", "lt": "min", "greater": "max", "gt": "max"}
-    return (
-        idle("has no value")
-        if value is None
-        else MigratedSetting({"callbacks.early_stopper.mode": modes[str(value).lower()]})
-    )
+    return MigratedSetting({"callbacks.early_stopper.mode": modes[str(value).lower()]})
 
 
 def early_metric(value: Any, theirs: ForeignConfig) -> MigratedSetting:
@@ -472,7 +479,7 @@ def encoding(value: Any, theirs: ForeignConfig) -> MigratedSetting:
 
 
 def template(value: Any, theirs: ForeignConfig) -> MigratedSetting:
-    """Convert a chat template: it is a text there and a file here."""
+    """Ask for a file: LLM Foundry has the template's text as a value, this project a file."""
     if value is None:
         return idle("has no value")
     return refused("write the text into a file, and tokenizer.chat_template: FILE.jinja")

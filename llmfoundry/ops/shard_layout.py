@@ -12,6 +12,7 @@ so that one matmul computes all of them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,8 +51,8 @@ class ShardAxis:
 
     def bounds(self, length: int, rank: int) -> Range:
         """Return begin and end of part `rank` of `length` rows or columns."""
-        step = -(-length // self.n)
-        return min(rank * step, length), min((rank + 1) * step, length)
+        size = math.ceil(length / self.n)
+        return min(rank * size, length), min((rank + 1) * size, length)
 
 
 @dataclass(frozen=True)
@@ -65,34 +66,44 @@ class ShardLayout:
         """Return the layout of a tensor: full, or a DTensor sharded along any dimensions."""
         if not isinstance(tensor, DTensor):
             return ShardLayout()
-        mesh, axes = tensor.device_mesh, list[tuple[bool, int, ShardAxis]]()
+        mesh = tensor.device_mesh
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        for axis, placement in enumerate(tensor.placements):
+        axes, last_axes = list[ShardAxis](), list[ShardAxis]()
+        for number, placement in enumerate(tensor.placements):
             dim = getattr(placement, "dim", None)  # Shard and _StridedShard have it
-            if dim is not None:
-                here = mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
-                # FSDP shards last what other axes have sharded; its placement then is strided
-                is_last = hasattr(placement, "split_factor")
-                axes.append((is_last, axis, ShardAxis(dim, *here, names[axis] == TENSOR, axis)))
-        return ShardLayout(tuple(axis for *_, axis in sorted(axes, key=lambda each: each[:2])))
+            if dim is None:
+                continue
+            axis = ShardAxis(
+                dim=dim,
+                n=mesh.size(number),
+                rank=mesh.get_local_rank(number),
+                group=mesh.get_group(number),
+                is_tensor=names[number] == TENSOR,
+                number=number,
+            )
+            # FSDP shards after the other axes; its placement is then strided
+            is_last = hasattr(placement, "split_factor")
+            (last_axes if is_last else axes).append(axis)
+        return ShardLayout((*axes, *last_axes))
 
     @property
     def fsdp(self) -> ShardAxis | None:
-        """The axis of FSDP, by rows; None: FSDP does not shard the tensor."""
-        *_, last = [None, *(axis for axis in self.axes if not axis.is_tensor)]
+        """Return the axis of FSDP, by rows; None: FSDP does not shard the tensor."""
+        others = [axis for axis in self.axes if not axis.is_tensor]
+        last = others[-1] if others else None
         assert last is None or last.dim == 0, "FSDP shards rows"
         return last
 
     @property
     def experts(self) -> ShardAxis | None:
-        """The axis of expert parallelism, in equal parts by rows, which FSDP then shards."""
+        """Return the axis of expert parallelism: equal parts by rows, which FSDP shards further."""
         others = [axis for axis in self.axes if not axis.is_tensor and axis != self.fsdp]
         assert len(others) < 2 and all(axis.dim == 0 for axis in others), "experts are rows"
         return others[0] if others else None
 
     @property
     def tensor(self) -> ShardAxis | None:
-        """The axis of tensor parallelism, by rows or columns of every stacked matrix."""
+        """Return the axis of tensor parallelism, by rows or columns of every stacked matrix."""
         return next((axis for axis in self.axes if axis.is_tensor), None)
 
     def sum(self, value: Tensor) -> Tensor:
@@ -119,18 +130,23 @@ class LocalBlock:
 
 def local_blocks(tensor: Tensor, stacked: Sequence[int] = ()) -> list[LocalBlock]:
     """Return the blocks of a tensor that this rank has; none if its shard is empty."""
-    each = []
+    # for each dimension, pairs of a range in the local shard and its range in the full tensor
+    pairs_by_dim: list[list[tuple[Range, Range]]] = []
     for dim in range(tensor.ndim):
-        blocks, begin = [], 0
-        for full in local_ranges(tensor, dim, stacked):
-            length = full[1] - full[0]
-            blocks.append(((begin, begin + length), full))
-            begin += length
-        each.append(blocks)
-    return [
-        LocalBlock(tuple(local for local, _ in block), tuple(full for _, full in block))
-        for block in itertools.product(*each)
-    ]
+        pairs, local_begin = [], 0
+        for begin, end in local_ranges(tensor, dim, stacked):
+            local_end = local_begin + end - begin
+            pairs.append(((local_begin, local_end), (begin, end)))
+            local_begin = local_end
+        pairs_by_dim.append(pairs)
+
+    # a block for each combination of ranges
+    blocks = []
+    for block_pairs in itertools.product(*pairs_by_dim):
+        local = tuple(local_range for local_range, _ in block_pairs)
+        full = tuple(full_range for _, full_range in block_pairs)
+        blocks.append(LocalBlock(local, full))
+    return blocks
 
 
 def local_ranges(
@@ -157,12 +173,12 @@ def local_ranges(
             assert ranges == [(0, ends[-1])], "tensor parallelism divides first"
             parts = [[full] for full in itertools.pairwise(ends)]
         rank = axis.rank if coordinate is None else coordinate[axis.number]
-        ranges = [each for part in parts for each in _part_of(part, axis, rank)]
+        ranges = [local_range for part in parts for local_range in _part_of(part, axis, rank)]
     return ranges
 
 
 def _part_of(ranges: list[Range], axis: ShardAxis, rank: int) -> list[Range]:
-    """Return part `rank` of some ranges."""
+    """Return the part of a rank, if `axis` shards the concatenation of some ranges."""
     low, high = axis.bounds(sum(end - begin for begin, end in ranges), rank)
     part, passed = [], 0
     for begin, end in ranges:
@@ -175,7 +191,7 @@ def _part_of(ranges: list[Range], axis: ShardAxis, rank: int) -> list[Range]:
 
 def block_view(tensor: Tensor, block: Sequence[Range]) -> Tensor:
     """Return a block of a tensor as a view."""
-    return tensor[tuple(slice(*each) for each in block)]
+    return tensor[tuple(slice(begin, end) for begin, end in block)]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -197,8 +213,10 @@ def full_tensor(tensor: Tensor, stacked: Sequence[int] = ()) -> Tensor:
     if not stacked or axis is None or axis.dim != 0:
         return full
     local_heights = [height // axis.n for height in stacked]
+    # each rank has a shard of every stacked matrix: collect the shards matrix by matrix
     by_rank = [rows.split(local_heights) for rows in full.chunk(axis.n)]
-    return torch.cat([shard for shards in zip(*by_rank, strict=True) for shard in shards])
+    by_matrix = zip(*by_rank, strict=True)
+    return torch.cat([shard for matrix_shards in by_matrix for shard in matrix_shards])
 
 
 @torch.no_grad()
@@ -216,8 +234,8 @@ def assign(parameter: Tensor, full: Tensor, stacked: Sequence[int] = ()) -> None
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """Return the L2 norm of all tensors together, (), fp32, with one collective per layout."""
     norms = []
-    for layout, places in _by_layout(tensors).items():
-        norm = torch.linalg.vector_norm(torch.stack(_local_norms([tensors[i] for i in places])))
+    for layout, indices in _by_layout(tensors).items():
+        norm = torch.linalg.vector_norm(torch.stack(_local_norms([tensors[i] for i in indices])))
         norms.append(layout.sum(norm.square()).sqrt() if layout.axes else norm)
     return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -225,29 +243,38 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 def l2_norms(tensors: list[Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, (len(tensors),), fp32."""
     result: list[Tensor] = [torch.empty(())] * len(tensors)
-    for layout, places in _by_layout(tensors).items():
-        norms = torch.stack(_local_norms([tensors[i] for i in places]))
+    for layout, indices in _by_layout(tensors).items():
+        norms = torch.stack(_local_norms([tensors[i] for i in indices]))
         norms = layout.sum(norms.square()).sqrt() if layout.axes else norms
-        for place, norm in zip(places, norms.unbind(), strict=True):
-            result[place] = norm
+        for i, norm in zip(indices, norms.unbind(), strict=True):
+            result[i] = norm
     return torch.stack(result)
 
 
 def _by_layout(tensors: list[Tensor]) -> dict[ShardLayout, list[int]]:
     """Return the indices of the tensors of each layout."""
     indices: dict[ShardLayout, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        indices.setdefault(ShardLayout.of(tensor), []).append(place)
+    for i, tensor in enumerate(tensors):
+        indices.setdefault(ShardLayout.of(tensor), []).append(i)
     return indices
 
 
 def _local_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each local shard, in fp32 even if the shard is narrower."""
-    split = [_chunks(local_shard(tensor)) for tensor in tensors]
-    chunks = [chunk for tensor in split for chunk in tensor]
-    norms = iter(torch._foreach_norm(chunks, 2.0, torch.float32))
-    each = ([next(norms) for _ in tensor] for tensor in split)
-    return [n[0] if len(n) == 1 else torch.linalg.vector_norm(torch.stack(n)) for n in each]
+    # the norms of all chunks of all tensors in one kernel launch
+    chunks_by_tensor = [_chunks(local_shard(tensor)) for tensor in tensors]
+    all_chunks = [chunk for chunks in chunks_by_tensor for chunk in chunks]
+    chunk_norms = iter(torch._foreach_norm(all_chunks, 2.0, torch.float32))
+
+    # combine the chunks of each tensor
+    norms = []
+    for chunks in chunks_by_tensor:
+        own_norms = [next(chunk_norms) for _ in chunks]
+        if len(own_norms) == 1:
+            norms.append(own_norms[0])
+        else:
+            norms.append(torch.linalg.vector_norm(torch.stack(own_norms)))
+    return norms
 
 
 # Values whose squares a CPU sums at once. It adds sequentially in fp32: the norm of 50M values at

@@ -132,12 +132,14 @@ class MemoryEstimate:
         return min(loads, default=math.inf)
 
     def _at(self, moment: PeakPoint, rows: int, load: float) -> int:
+        """Return the bytes at one point of a step, for a microbatch and an expert load."""
         constant = self.weights + self.gradients(rows) + self.fixed + moment.whole
         activations = moment.rows
-        per_row = activations.row + (load - 1) * activations.load
-        return int(constant + activations.fixed + rows * per_row) + self._logits(moment, rows)
+        per_sequence = activations.row + (load - 1) * activations.load
+        return int(constant + activations.fixed + rows * per_sequence) + self._logits(moment, rows)
 
     def _logits(self, moment: PeakPoint, rows: int) -> int:
+        """Return the bytes of the logits at one point of a step."""
         return int(min(rows, self.chunk_rows) * moment.rows.logits)
 
 
@@ -157,17 +159,20 @@ def estimate(
             parameters as in the run; None: all parameters are trained.
         device: device type of the run.
     """
+    # weights; bytes of a value in matmuls and in the optimizer's copy
     degrees = recipe.parallel.degrees(world_size)
-    weights = (
-        _weights(recipe, degrees)
-        if meta_model is None
-        else count_weight_bytes(meta_model, device, degrees)
-    )
-    low, width = 4 if recipe.precision == "fp32" else 2, 2 if recipe.precision == "bf16" else 4
-    gathered = _whole(recipe, weights, low)
-    counted = count(recipe, degrees, device=device, meta_model=meta_model)
-    moments = _moments(recipe, degrees, gathered, counted)
-    dequantized = low * weights.dequantized
+    if meta_model is None:
+        weights = _weights(recipe, degrees)
+    else:
+        weights = count_weight_bytes(meta_model, device, degrees)
+    compute_width = 4 if recipe.precision == "fp32" else 2
+    width = 2 if recipe.precision == "bf16" else 4
+
+    # activations at the points where memory may peak
+    gathered = _whole(recipe, weights, compute_width)
+    model_count = count(recipe, degrees, device=device, meta_model=meta_model)
+    moments = _moments(recipe, degrees, gathered, model_count)
+    dequantized = compute_width * weights.dequantized
     heap = HEAP if device.type == "cpu" and meta_model is not None else 1
     return MemoryEstimate(
         parameters=weights.parameters,
@@ -198,6 +203,7 @@ def weight_bytes(recipe: ResolvedTrainRecipe, world_size: int) -> int:
 
 
 def _times(rows: Bytes, heap: float) -> Bytes:
+    """Return activations that are multiplied by `heap`, without temporary tensors and logits."""
     return Bytes(rows.fixed, heap * rows.row, heap * rows.load, rows.logits)
 
 
@@ -205,9 +211,10 @@ def _chunk_rows(recipe: ResolvedTrainRecipe, degrees: Degrees, device: torch.dev
     """Return the number of sequences whose logits the loss holds at once; an own loss holds all."""
     if recipe.loss.is_own:
         return math.inf
-    vocabulary = -(-recipe.model.vocab_size // degrees.tensor)
+    vocabulary = math.ceil(recipe.model.vocab_size / degrees.tensor)  # of a rank
+    sequence_tokens = math.ceil(recipe.max_seq_len / degrees.context)
     chunk = chunk_tokens(vocabulary, device, recipe.device_loss_chunk_tokens)
-    return chunk / -(-recipe.max_seq_len // degrees.context)
+    return chunk / sequence_tokens
 
 
 class GatheredBytes(NamedTuple):
@@ -235,15 +242,23 @@ class GatheredBytes(NamedTuple):
     reduced_ends: int
 
 
-def _whole(recipe: ResolvedTrainRecipe, weights: WeightBytes, low: int) -> GatheredBytes:
-    """Return gathered bytes. Under amp_bf16 FSDP gathers in bf16 and reduces in fp32."""
-    width = 2 if recipe.precision == "bf16" else 4
-    narrow = width // low
+def _whole(recipe: ResolvedTrainRecipe, weights: WeightBytes, compute_width: int) -> GatheredBytes:
+    """Return gathered bytes. Under amp_bf16 FSDP gathers in bf16 and reduces in fp32.
 
-    def gathered(all_: int, trained: int) -> int:
-        return all_ - trained + trained // narrow
+    Args:
+        recipe: resolved recipe.
+        weights: bytes in the dtype of the optimizer's copy.
+        compute_width: bytes of a weight in matmuls.
+    """
+    width = 2 if recipe.precision == "bf16" else 4
+    narrow = width // compute_width  # ratio of both dtypes: 2 under amp_bf16, otherwise 1
+
+    def gathered(all_bytes: int, trained: int) -> int:
+        """Return the gathered bytes of a unit. Only trained weights are cast."""
+        return all_bytes - trained + trained // narrow
 
     def reduced(trained: int) -> int:
+        """Return the bytes of the unit's gradients in the dtype in which they are reduced."""
         return trained * REDUCED // width
 
     return GatheredBytes(
@@ -430,31 +445,36 @@ def count_weight_bytes(model: nn.Module, device: torch.device, degrees: Degrees)
 
     def largest(*, trained: bool) -> tuple[int, int]:
         """Return the largest gathered bytes of a block, and of its separate units."""
-        each = [held(block, trained=trained) for block in blocks]
-        block_bytes = max((units.pop(BLOCK, Values()).gathered for units in each), default=0)
-        apart_bytes = max((total(units.values()).gathered for units in each), default=0)
-        return block_bytes, apart_bytes
+        most_block, most_apart = 0, 0
+        for block in blocks:
+            units = held(block, trained=trained)
+            block_bytes = units.pop(BLOCK, Values()).gathered
+            most_block = max(most_block, block_bytes)
+            most_apart = max(most_apart, total(units.values()).gathered)
+        return most_block, most_apart
 
     # bytes of the model, and of its blocks, of all and of trained parameters
     blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
     everything = total(held(model, trained=False).values())
-    trains = total(held(model, trained=True).values())
-    in_blocks, trains_there = (
-        total(values for block in blocks for values in held(block, trained=t).values())
-        for t in (False, True)
+    trained_everything = total(held(model, trained=True).values())
+    in_blocks, trained_in_blocks = (
+        total(values for block in blocks for values in held(block, trained=is_trained).values())
+        for is_trained in (False, True)
     )
+
+    # the largest block determines how much is gathered at once
     block, apart = largest(trained=False)
     trained_block, trained_apart = largest(trained=True)
     return WeightBytes(
         parameters=value_count(model),
-        frozen=everything.shard - trains.shard,
-        trained=trains,
+        frozen=everything.shard - trained_everything.shard,
+        trained=trained_everything,
         block=block,
         apart=apart,
         ends=everything.gathered - in_blocks.gathered,
         trained_block=trained_block,
         trained_apart=trained_apart,
-        trained_ends=trains.gathered - trains_there.gathered,
+        trained_ends=trained_everything.gathered - trained_in_blocks.gathered,
         trained_head=_trained_head(model) // degrees.tensor,
         dequantized=_largest_matrix(model, device),
     )

@@ -47,10 +47,13 @@ class FinetuneRecipe(TrainRecipe):
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem of the recipe."""
+        # the sections
         yield from super().check()
         yield from self.adapter.check()
         yield from self.preference.check()
         yield from self.preference.check_data(self.data)
+
+        # conflicts between sections: losses, quantization, the reference of preferences
         degrees = self.parallel.written_degrees
         yield from tensor_adapters(self.adapter.name, self.model.quantize, degrees)
         if self.auto_probe == "on" and self.preference.name != "none":
@@ -84,13 +87,11 @@ class FinetuneRecipe(TrainRecipe):
 
     def _check_context(self) -> Iterator[str]:
         """Check for settings that need full sequences on each rank."""
-        degree, reason = self.parallel.context_parallel_degree, ""
-        if self.preference.name != "none":
-            reason = f"preference.name: {self.preference.name} compares answers of whole rows"
-        if degree != 1 and reason:
+        degree, loss = self.parallel.context_parallel_degree, self.preference.name
+        if degree != 1 and loss != "none":
             yield (
-                f"parallel.context_parallel_degree: {degree}, but {reason}; write 1, and"
-                " data_parallel_shard_degree: -1"
+                f"parallel.context_parallel_degree: {degree}, but preference.name: {loss} compares"
+                " answers of whole rows; write 1, and data_parallel_shard_degree: -1"
             )
 
     def _check_model_across(self) -> Iterator[str]:
@@ -125,12 +126,12 @@ class ResolvedFinetuneRecipe(FinetuneRecipe, ResolvedTrainRecipe):
 
     @property
     def base(self) -> PretrainedConfig:
-        """The model to begin with, and how it is held: the user's `model` section."""
+        """The base model and its quantization: the `model` section as written by the user."""
         return self.user_recipe.model
 
 
 def load_run(path: str | Path) -> TrainRecipe:
-    """The recipe that a run saved, of either kind; neither checked nor filled.
+    """Return the recipe of a saved run, of training or fine-tuning, unchecked and unresolved.
 
     Raises:
         UserError: as `load`.
@@ -139,10 +140,10 @@ def load_run(path: str | Path) -> TrainRecipe:
 
 
 def is_finetuning(recipe: str | Path | None, overrides: Sequence[str] = ()) -> bool:
-    """Whether a recipe, with what the command line changes of it, has model.pretrained.
+    """Return whether a recipe, with its overrides, sets model.pretrained.
 
     Raises:
-        UserError: its file cannot be read.
+        UserError: the file of the recipe cannot be read.
     """
     if any(word.lstrip("+").startswith("model.pretrained=") for word in overrides):
         return True

@@ -271,6 +271,7 @@ class TrainRecipe:
         yield from self._check_across()
 
     def _check_fp8(self) -> Iterator[str]:
+        """Check that fp8 is not combined with tensor parallelism."""
         if self.precision == FP8 and self.parallel.tensor_parallel_degree != 1:
             yield (
                 f"precision: {FP8} does not know the sharded matrices of"
@@ -279,6 +280,8 @@ class TrainRecipe:
             )
 
     def _check_compile(self) -> Iterator[str]:
+        """Check compilation against parallelism and activation checkpointing."""
+        # CUDA graphs need weights at fixed addresses
         mode = self.compile_mode
         if self.compile and mode in GRAPH_MODES and not self.parallel.keeps_whole:
             key = next(name for name in (*AXES[1:], EXPERT) if getattr(self.parallel, name) != 1)
@@ -287,6 +290,8 @@ class TrainRecipe:
                 f" (parallel.{key}: {getattr(self.parallel, key)}) are gathered anew for every"
                 f" block; {GRAPH_ADVICE}"
             )
+
+        # activation checkpointing
         level, parallel = self.parallel.activation_checkpointing, "parallel.activation"
         if self.parallel.activation_memory_budget is not None and not self.compile:
             yield f"{parallel}_memory_budget: has no effect without compile: true; remove it"
@@ -310,19 +315,21 @@ class TrainRecipe:
         These are experts that are distributed over ranks, and all experts under tensor parallelism.
         The experts of a model whose files are not read yet (fine-tuning) are unknown.
         """
-        known = isinstance(self.model, ModelConfig)
-        mixed = known and self.model.ffn_config.ffn_type == "dmoe"
-        parallel = self.parallel
-        return parallel.expert_parallel_degree != 1 or (
-            mixed and parallel.tensor_parallel_degree != 1
-        )
+        if self.parallel.expert_parallel_degree != 1:
+            return True
+        is_known = isinstance(self.model, ModelConfig)
+        has_experts = is_known and self.model.ffn_config.ffn_type == "dmoe"
+        return has_experts and self.parallel.tensor_parallel_degree != 1
 
     def _check_model_across(self) -> Iterator[str]:
         """Check the model against the rest of the recipe."""
+        # parallelism and compilation
         problems = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
         yield from problems
         if self.compile and not problems:
             yield from compiled_limits(self.model, self.parallel)
+
+        # tokenizer and data that only fine-tuning supports
         if self.tokenizer.name == PRETRAINED:
             yield (
                 f"tokenizer.name: {PRETRAINED} is for scripts/finetune.py; write one of"
@@ -334,6 +341,8 @@ class TrainRecipe:
                     f"{key}: {form} has answers to compare, which scripts/finetune.py does with"
                     " preference.name: dpo and others; write prompt_response or chat"
                 )
+
+        # sequence length and precision
         longest = self.model.max_seq_len
         if longest is not None and longest < self.max_seq_len:
             yield (
@@ -348,7 +357,10 @@ class TrainRecipe:
             )
 
     def _check_across(self) -> Iterator[str]:
+        """Yield an error line for each conflict between settings of different sections."""
         yield from self._check_model_across()
+
+        # early stopping, microbatch and probe of the memory
         if self.early_stop_unseen():
             yield (
                 f"callbacks.early_stopper.metric: {self.callbacks.early_stopper.metric} is measured"
@@ -363,6 +375,8 @@ class TrainRecipe:
         if self.auto_probe == "on" and self.loss.is_own:
             name = self.loss.name
             yield f"auto_probe: on measures cross-entropy, and loss.name is {name}; write off"
+
+        # checkpoints and their registry
         if self.save_num_checkpoints_to_keep == 0:
             yield "save_num_checkpoints_to_keep: 0; write -1 (all) or at least 1"
         if self.registry.name is not None and not self.logger.mlflow:
@@ -371,6 +385,8 @@ class TrainRecipe:
                 " logger.mlflow: true, or remove it"
             )
         yield from self._check_store()
+
+        # validation needs held-out text
         if not self.data.holds_out() and self.eval.validation:
             yield (
                 "eval.validation: true, but nothing is held out; write eval.validation=false, or"

@@ -27,48 +27,54 @@ from llmfoundry.resilience.check.findings import BAD, STATUS_BAD, Report
 from llmfoundry.resilience.check.host import NamedPath, recipe_paths, write_and_read
 from llmfoundry.resilience.check.run_check import run_check
 
-_OURS = "LLMFOUNDRY_CHECK_STARTED"  # in the environment of processes that `check` has started
-_GRACE = 5.0  # seconds from the report until a process that has not ended hangs
+_IS_CHILD = "LLMFOUNDRY_CHECK_STARTED"  # environment variable of processes that `check` starts
+_GRACE = 5.0  # seconds after the report, after which a running process counts as hung
 
 
 def check(recipe: CheckRecipe | ResolvedTrainRecipe) -> None:
-    """Check, print, write check.json and check.html.
+    """Check the machines; print the result and write check.json and check.html.
 
     Raises:
-        SystemExit: 3 where anything is bad.
-        UserError: a file that the recipe names is not there.
+        SystemExit: status 3 if any check failed.
+        UserError: a file of the recipe does not exist.
     """
-    asked = recipe if isinstance(recipe, CheckRecipe) else recipe.user_recipe
-    assert isinstance(asked, Checked)
-    is_started = "RANK" in os.environ or bool(slurm_environment())
-    wanted = 1 if is_started else wanted_processes(recipe.parallel)
-    folder = Path(asked.output).expanduser()
+    settings = recipe if isinstance(recipe, CheckRecipe) else recipe.user_recipe
+    assert isinstance(settings, Checked)
+    is_launched = "RANK" in os.environ or bool(slurm_environment())
+    n_processes = 1 if is_launched else wanted_processes(recipe.parallel)
+    folder = Path(settings.output).expanduser()
 
     def check_files() -> None:
         _check_log(recipe.health_check)
         _check_output(folder)
 
-    if wanted > 1:
+    # several processes, which no launcher has started: start them, and end with their status
+    if n_processes > 1:
         check_files()
-        _leave(_start(folder, wanted))
+        _leave(_start(folder, n_processes))
+
+    # check as one of the processes
     if isinstance(recipe, CheckRecipe):
         paths = [NamedPath("output", recipe.output, is_written=True)]
     else:
         paths = recipe_paths(recipe)
     with join(recipe.parallel) as world:
         on_rank0(world, check_files)
-        status = _check(recipe.health_check, paths, world, folder, is_full=asked.level == "full")
-        if status and _OURS not in os.environ:  # who started this reads check.json
+        is_full = settings.level == "full"
+        status = _check(recipe.health_check, paths, world, folder, is_full=is_full)
+        if status and _IS_CHILD not in os.environ:  # a parent process reads check.json instead
             _leave(status)
 
 
 def before_run(recipe: ResolvedTrainRecipe, world: World, folder: Path) -> None:
-    """The check that a recipe asks for, its report in the run's folder of this machine.
+    """Check the machines before a run, if `health_check.before_run` is set.
 
-    Ends every process where anything is bad.
+    If any check failed, every process ends with status 3, without Python's cleanup.
 
-    Raises:
-        SystemExit: 3.
+    Args:
+        recipe: resolved recipe.
+        world: this process.
+        folder: the run's folder on this machine, for the report.
     """
     settings = recipe.health_check
     if settings.before_run == "none":
@@ -88,7 +94,7 @@ def _check(
     *,
     is_full: bool,
 ) -> int:
-    """The exit status, the same on every process; rank 0 prints and writes."""
+    """Run the checks and return the exit status; rank 0 prints and writes the report."""
 
     def publish(report: Report) -> None:
         page = write_check(report, folder)
@@ -99,7 +105,7 @@ def _check(
 
 
 def _check_log(settings: HealthCheckConfig) -> None:
-    """Refuse a kernel log that is nowhere; a machine that lacks it is in the report."""
+    """Check that the kernel log exists on rank 0; the report lists other machines without it."""
     path = settings.kernel_log
     if path is not None and not Path(path).expanduser().is_file():
         raise UserError(
@@ -109,7 +115,7 @@ def _check_log(settings: HealthCheckConfig) -> None:
 
 
 def _check_output(folder: Path) -> None:
-    """Refuse a folder that cannot take the report, before minutes are spent on it."""
+    """Check that the report can be written, before the checks, which may take minutes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_and_read(folder)
@@ -120,46 +126,58 @@ def _check_output(folder: Path) -> None:
 
 
 def _start(folder: Path, processes: int) -> int:
-    """Check with so many processes of this machine; the exit status.
+    """Run this command with torchrun on this machine; return the exit status.
 
-    They are torchrun's. Once the report is there, those that do not end are killed: torchrun itself
-    would wait for a process that hangs.
+    Processes that do not end after the report was written are killed, because torchrun would wait
+    for a hung process.
+
+    Args:
+        folder: folder of the report.
+        processes: number of processes.
+
+    Raises:
+        RunFailure: the processes ended without a report.
     """
+    # start
     keep_children()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={processes}", *sys.argv]
     report, before = folder / JSON, _written(folder / JSON)
-    started = subprocess.Popen(command, env={**os.environ, _OURS: "1"})
+    launcher = subprocess.Popen(command, env={**os.environ, _IS_CHILD: "1"})
+
+    # wait for the report, then at most _GRACE seconds for the end of all processes
     reported_at: float | None = None
     try:
-        while started.poll() is None:
+        while launcher.poll() is None:
             time.sleep(0.1)
             if reported_at is None and _written(report) != before:
                 reported_at = time.monotonic()
             if reported_at is not None and time.monotonic() - reported_at > _GRACE:
                 break
     finally:
-        if started.poll() is None:
-            kill_all(started.pid)
-        started.wait()
+        if launcher.poll() is None:
+            kill_all(launcher.pid)
+        launcher.wait()
+
+    # the result is in the report
     if _written(report) == before:
-        status = started.returncode
+        status = launcher.returncode
         raise RunFailure(f"the check itself ended with status {status} and without a report")
     return STATUS_BAD if read_json(report)["level"] == BAD else 0
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """What distinguishes one writing of a file from the next."""
+    """Return inode and modification time, which change when a file is written; None: no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once: other processes, and threads of its own, may hang for ever."""
+    """End this process without Python's cleanup, which could wait for a hung thread or process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -37,35 +37,42 @@ SECONDS = 15.0  # between two pages, with `follow`
 
 
 def compare(recipe: CompareRecipe) -> None:
-    """Write the page, until no run is under way with `follow`, and print the table.
+    """Write the comparison page and print the table.
+
+    With `follow`, the page is rewritten until no run is training.
 
     Raises:
-        UserError: a folder is no run's and holds none, no run can be read, or the page cannot be
-            written, or is another's.
+        UserError: a folder is neither a run nor a folder of runs, no run can be read, or the page
+            cannot be written or would replace another file.
     """
-    output, said = page_path(recipe), set[str]()
+    output, printed = page_path(recipe), set[str]()
     refuse_page(output)
     answers = RunAnswers()
     while True:
+        # read the runs; print each warning once
         runs, warnings = read_runs(recipe)
         comparisons, lines = answers.compare(runs)
         warnings += lines
         for line in warnings:
-            if line not in said:
+            if line not in printed:
                 print(public(line), file=sys.stderr, flush=True)
-        said |= {*warnings}
-        going = any(run.status == "running" for run in runs) or is_sweeping(recipe)
+        printed |= {*warnings}
+
+        # write the page; a page that follows reloads itself in the browser
+        is_running = any(run.status == "running" for run in runs) or is_sweeping(recipe)
+        follows = recipe.follow and is_running
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            follows = recipe.follow and going
             write_comparison(
                 output, runs, follows=follows, warnings=warnings, comparisons=comparisons
             )
         except OSError as error:
             raise UserError(f"output: {output}: {error.strerror}; write another path") from error
-        if not (recipe.follow and going):
+        if not follows:
             break
         time.sleep(SECONDS)
+
+    # print the result
     print_runs(runs)
     for comparison in comparisons:
         Console().table(comparison.table())
@@ -89,14 +96,16 @@ class RunAnswers:
         problems: list[str] = []
         for run in runs:
             try:
-                of_run = self._read(run)
+                run_answers = self._read(run)
             except UserError as error:
                 problems += [f"not compared row by row: {line}" for line in error.problems]
                 continue
-            answers += [of_run] if of_run is not None else []
+            if run_answers is not None:
+                answers.append(run_answers)
         return [compare_rows(model, answers[0]) for model in answers[1:]], problems
 
     def _read(self, run: ComparedRun) -> ModelAnswers | None:
+        """Return the answers of a run's latest evaluation; unchanged files are not read again."""
         paths = sorted(run.folder.glob("eval/*/*.json*"))
         state = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
         known_state, answers = self._known.get(run.folder, (None, None))
@@ -107,27 +116,30 @@ class RunAnswers:
 
 
 def print_runs(runs: Sequence[ComparedRun]) -> None:
-    """A line for each run, the best marked, and the sentences that say which it is and why."""
-    found = verdict(runs)
-    rows = run_rows(runs)
-    if found is not None:
-        rows = [
-            (f"{row[0]}  best" if n in found.best else row[0], *row[1:])
-            for n, row in enumerate(rows)
-        ]
+    """Print a table of the runs, with the best run marked, and the reason why it is the best."""
+    # mark the best runs in the first column
+    result = verdict(runs)
+    rows = []
+    for index, (name, *cells) in enumerate(run_rows(runs)):
+        is_best = result is not None and index in result.best
+        rows.append((f"{name}  best" if is_best else name, *cells))
+
+    # leave out empty columns
     used = [n for n in range(len(HEAD)) if any(row[n] for row in rows)]
-    shown = [[row[n] for n in used] for row in rows]
-    lines = columns([HEAD[n] for n in used], shown, left=(0, 1))
-    Console().table("\n".join([*lines, *(found.lines if found is not None else ())]))
+    used_cells = [[row[n] for n in used] for row in rows]
+    lines = columns([HEAD[n] for n in used], used_cells, left=(0, 1))
+    if result is not None:
+        lines = [*lines, *result.lines]
+    Console().table("\n".join(lines))
 
 
 def refuse_page(output: Path) -> None:
-    """Before anything is read or written.
+    """Check that the page would not replace another file, before runs are read.
 
     Raises:
-        UserError: what is there is no file, or a page of somebody else's.
+        UserError: the path exists and is not a page of this command.
     """
-    if output.exists() and not output.is_file():  # root would put the page in a device's place
+    if output.exists() and not output.is_file():  # as root, the page could replace a device
         raise UserError(f"output: {output}: is not a file; write another path")
     try:
         is_free = not output.exists() or is_ours(output)
@@ -141,47 +153,50 @@ def refuse_page(output: Path) -> None:
 
 
 def is_sweeping(recipe: CompareRecipe) -> bool:
-    """Whether a sweep is at work in one of the folders, perhaps between two of its runs."""
+    """Return whether a sweep is running in one of the folders, possibly between two of its runs."""
     folders = [Path(name).expanduser() for name in recipe.runs]
     return any(is_held(folder, SWEEP_LOCK) for folder in folders)
 
 
 def page_path(recipe: CompareRecipe) -> Path:
-    """Where the page goes: beside the runs of one folder, else into the working folder."""
+    """Return the path of the page: in the folder of runs if there is one, else compare.html."""
     if recipe.output is not None:
         return Path(recipe.output).expanduser()
-    given = [Path(name).expanduser() for name in recipe.runs]
-    if len(given) == 1 and not is_run(given[0]):
-        return given[0] / INDEX
+    folders = [Path(name).expanduser() for name in recipe.runs]
+    if len(folders) == 1 and not is_run(folders[0]):
+        return folders[0] / INDEX
     return Path("compare.html")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's."""
+    """Return whether a folder is the folder of a run."""
     return (folder / RECORD).is_file()
 
 
 def read_runs(recipe: CompareRecipe) -> tuple[list[ComparedRun], list[str]]:
-    """The runs that were named, and those in folders that hold some, in this order.
+    """Read the runs of `recipe.runs`, which has folders of runs and folders that contain runs.
 
     Returns:
-        The runs, and a line for each that cannot be read.
+        The runs in the order of the recipe, and a line for each run that cannot be read.
 
     Raises:
-        UserError: a folder is neither, or none of the runs can be read; all such are named.
+        UserError: a folder has no run, or no run can be read; with a line for each.
     """
+    # find the folders of the runs
     folders: list[Path] = []
     problems: list[str] = []
     for name in recipe.runs:
         folder = Path(name).expanduser()
         inside = sorted(path.parent for path in folder.glob(f"*/{RECORD}") if path.is_file())
-        found = [folder] if is_run(folder) else inside
-        if not found:
-            what = f"has no {RECORD}, nor has a folder in it"
+        run_folders = [folder] if is_run(folder) else inside
+        if not run_folders:
+            why = f"has no {RECORD}, nor has a folder in it"
             if not folder.is_dir():
-                what = "is not a folder" if folder.exists() else "is not there"
-            problems.append(f"runs: {folder} {what}; write a run's folder, or one that holds runs")
-        folders += [each for each in found if each not in folders]
+                why = "is not a folder" if folder.exists() else "is not there"
+            problems.append(f"runs: {folder} {why}; write a run's folder, or one that holds runs")
+        folders += [run_folder for run_folder in run_folders if run_folder not in folders]
+
+    # read them
     runs, unread = [], list[str]()
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
@@ -194,15 +209,15 @@ def read_runs(recipe: CompareRecipe) -> tuple[list[ComparedRun], list[str]]:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, as many parts as it takes to tell it from the others."""
-    plain = [Path(os.path.abspath(folder)).parts for folder in folders]
-    for length in range(1, max(map(len, plain), default=1) + 1):
-        names = ["/".join(parts[-length:]) for parts in plain]
+    """Return names of runs: the last parts of their paths, as few as make all names different."""
+    all_parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    for length in range(1, max(map(len, all_parts), default=1) + 1):
+        names = ["/".join(parts[-length:]) for parts in all_parts]
         if max(Counter(names).values(), default=1) == 1:
             break
     return names
 
 
 def is_held(folder: Path, name: str = RUN_LOCK) -> bool:
-    """Whether a process is at work in a folder."""
+    """Return whether a process holds the lock of a folder."""
     return is_locked(folder / name)

@@ -52,7 +52,7 @@ def evaluate(recipe: EvalRecipe) -> None:
 
 
 def _nothing_was_found(examined: Sequence[Examined]) -> bool:
-    """Whether nothing was measured, or tasks were asked and every one of every model is n/a."""
+    """Return whether there are no metrics, or a gauntlet without a score for any task."""
     if not any(found.results["metrics"] for found in examined):
         return True
     results = [found.results["gauntlet"] for found in examined if found.results["gauntlet"]]
@@ -61,34 +61,38 @@ def _nothing_was_found(examined: Sequence[Examined]) -> bool:
 
 
 def _logged(found: Examined, console: Console) -> list[str]:
-    """The places that have got the scores."""
+    """Log the scores; return the names of the loggers that received them."""
     if found.logger is None:
         return []
     return log_evaluation(found, found.logger, note=console.note, warn=console.warn)
 
 
 def _report(console: Console, found: Examined, places: Sequence[str]) -> None:
+    """Print the scores of a model, and where they are written and logged."""
     metrics: Mapping[str, float] = found.results["metrics"]
-    shown = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
-    page = [("page", found.run.shown(found.folder / PAGE))] * bool(found.answers)
-    results = ("results", found.run.shown(found.folder / "results.json"))
-    logged = [("logged", ", ".join(places))] * bool(places)
-    console.finish([*shown, ("model", found.name), results, *page, *logged])
+    rows = [(key, f"{value:.4f}") for key, value in metrics.items() if "metrics/eval/" in key]
+    rows.append(("model", found.name))
+    rows.append(("results", found.run.shown(found.folder / "results.json")))
+    if found.answers:
+        rows.append(("page", found.run.shown(found.folder / PAGE)))
+    if places:
+        rows.append(("logged", ", ".join(places)))
+    console.finish(rows)
 
 
 def _compare(recipe: EvalRecipe, examined: Sequence[Examined], console: Console) -> None:
-    """Write the page of all models, and compare each with the first on the rows of both."""
-    asked = [found for found in examined if found.results["gauntlet"]]
-    parts = [(found.name, found.results["gauntlet"]) for found in asked]
+    """Write the page of all models, and compare each model with the first on common examples."""
+    with_tasks = [model for model in examined if model.results["gauntlet"]]
+    parts = [(model.name, model.results["gauntlet"]) for model in with_tasks]
     if len(parts) < 2:
         return
     folder = Path(recipe.output).expanduser() if recipe.output else Path("runs")
     folder.mkdir(parents=True, exist_ok=True)
-    comparisons = _paired(asked)
+    comparisons = _paired(with_tasks)
     for comparison in comparisons:
         console.table(comparison.table())
     write_json(folder / DIFFERENCES, [comparison.to_json() for comparison in comparisons])
-    links = [found.pages() for found in asked]
+    links = [model.pages() for model in with_tasks]
     write_eval_page(folder / PAGE, parts, links=links, comparisons=comparisons)
     console.finish([("models", str(len(parts))), ("side by side", show(folder / PAGE))])
 

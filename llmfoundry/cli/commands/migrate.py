@@ -24,12 +24,13 @@ from llmfoundry.redaction import hide, public
 
 
 def migrate_file(recipe: MigrateRecipe) -> None:
-    """Read, report, write.
+    """Read a file of LLM Foundry, print a report and write the recipe.
 
     Raises:
-        UserError: the file is none of LLM Foundry's, nothing of it can be had here, or the result
-            needs an edit, of which there is a line each.
+        UserError: the file is not LLM Foundry's or nothing in it has a counterpart here; or the
+            recipe was written and needs edits by hand, with a line for each.
     """
+    # read and report
     result, output = prepare(recipe)
     for text in report(result):
         print(as_called(public(text)))
@@ -40,20 +41,21 @@ def migrate_file(recipe: MigrateRecipe) -> None:
         raise UserError(
             f"{recipe.theirs}: starts neither training nor evaluation; there is no recipe to write"
         )
-    beside = gauntlet_path(output, result)
+
+    # write the recipe, and the gauntlet's file
     for target, text in _texts(result, output).items():
         _write(target, text)
     if result.gauntlet:
-        _check_gauntlet(beside, result)
+        _check_gauntlet(gauntlet_path(output, result), result)
     if result.problems:
         raise UserError(*(f"{show(output)}: {problem}" for problem in result.problems))
 
 
 def prepare(recipe: MigrateRecipe) -> tuple[Migration, Path]:
-    """What would be written, and where.
+    """Return the migration and the path of the recipe; write nothing.
 
     Raises:
-        UserError: as `migrate_file`, before anything is written.
+        UserError: the file cannot be migrated, or a file of the result already exists.
     """
     assert recipe.theirs is not None
     path = Path(recipe.theirs).expanduser()
@@ -73,17 +75,17 @@ def prepare(recipe: MigrateRecipe) -> tuple[Migration, Path]:
 
 
 def _texts(result: Migration, output: Path) -> dict[Path, str]:
-    """The files that are written, by path, in this order."""
-    texts, beside = dict[Path, str](), gauntlet_path(output, result)
+    """Return the texts of the files to write by path, in the order of writing."""
+    texts, gauntlet = dict[Path, str](), gauntlet_path(output, result)
     if result.gauntlet:
-        texts[beside] = gauntlet_text(result, show(beside))
+        texts[gauntlet] = gauntlet_text(result, show(gauntlet))
     if result.recipe_type is not None:
         texts[output] = recipe_text(result, show(output))
     return texts
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Whether a file holds this text already, as after the same command."""
+    """Return whether a file already has this text, for example from the same command."""
     try:
         return read_guarded(path) == text.encode()
     except (OSError, ValueError):
@@ -91,20 +93,30 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def gauntlet_path(output: Path, result: Migration) -> Path:
-    """Where tasks go: beside the recipe, or, of a file of tasks alone, in its place."""
-    is_alone = result.source.kind == GAUNTLET
-    return output if is_alone else output.with_name(f"{output.stem}-gauntlet.yaml")
+    """Return the path of the gauntlet's file.
+
+    It is next to the recipe. A migrated file that only has tasks has no recipe, so that the
+    gauntlet is the output.
+    """
+    if result.source.kind == GAUNTLET:
+        return output
+    return output.with_name(f"{output.stem}-gauntlet.yaml")
 
 
 def _output(recipe: MigrateRecipe, path: Path) -> Path:
+    """Return the path of the recipe: `output`, or the name of the migrated file."""
     if recipe.output is not None:
         return Path(recipe.output).expanduser()
-    taken = Path(f"{path.stem}.yaml")
-    return Path(f"{path.stem}-migrated.yaml") if taken.exists() else taken
+    same_name = Path(f"{path.stem}.yaml")
+    return Path(f"{path.stem}-migrated.yaml") if same_name.exists() else same_name
 
 
 def _write(path: Path, text: str) -> None:
-    """Raises UserError where the folder cannot be written."""
+    """Write a file, unless it already has this text.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     if _holds(path, text):
         print(f"{show(path)} holds this already")
         return
@@ -119,7 +131,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _check_gauntlet(path: Path, result: Migration) -> None:
-    """Add what our reader finds wrong with the tasks; categories alone wait for a file of tasks."""
+    """Read the written gauntlet and add its problems to the result's.
+
+    A file that only has categories is not read: it must first be joined with a list of tasks.
+    """
     if "icl_tasks" not in result.gauntlet:
         print(f"eval_gauntlet: {show(path)}, in a file with icl_tasks, takes these categories")
         return

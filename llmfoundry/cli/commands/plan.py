@@ -147,6 +147,7 @@ def _recipe_layout(
 
 
 def _model(recipe: ResolvedTrainRecipe) -> str:
+    """Return the model's name, its numbers of parameters, and its FLOPs per token."""
     total, active = parameter_count(recipe.model), active_parameter_count(recipe.model)
     text = f"{recipe.model.name}, {short_count(total)} parameters"
     if active != total:
@@ -157,7 +158,7 @@ def _model(recipe: ResolvedTrainRecipe) -> str:
 
 def describe(layout: ParallelLayout, setting: Cluster) -> Rows:
     """Yield lines about memory, communication and speed of a layout."""
-    # memory
+    # memory of a process with its microbatch (sequences)
     rows, gpu = layout.microbatch, setting.reached.gpu
     room = f"{layout.room / GIB:.1f} GiB may be used"
     parts = parts_text(layout.need, rows)
@@ -170,9 +171,11 @@ def describe(layout: ParallelLayout, setting: Cluster) -> Rows:
         between_nodes += transfer.between
     if sent_bytes.total():
         kinds = ", ".join(f"{kind} {format_gib(n / GIB)}" for kind, n in sent_bytes.most_common())
-        inside = format_gib((sent_bytes.total() - between_nodes) / GIB)
-        outside = f", {format_gib(between_nodes / GIB)} between nodes" * bool(between_nodes)
-        yield "sends", f"{inside} a GPU and step inside a node{outside}: {kinds}"
+        within_node = format_gib((sent_bytes.total() - between_nodes) / GIB)
+        text = f"{within_node} a GPU and step inside a node"
+        if between_nodes:
+            text += f", {format_gib(between_nodes / GIB)} between nodes"
+        yield "sends", f"{text}: {kinds}"
 
     # speed
     yield "step", step_line(layout.step)
@@ -181,17 +184,23 @@ def describe(layout: ParallelLayout, setting: Cluster) -> Rows:
 
 def costs(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> RunCost:
     """Estimate time and cost of the complete run."""
+    # tokens, by the recipe's length if `tokens` is not set; and training time
     recipe = layout.recipe
-    step = recipe.global_train_batch_size * recipe.max_seq_len
+    step_tokens = recipe.global_train_batch_size * recipe.max_seq_len
     tokens, length = user_recipe.tokens, Duration.parse(recipe.max_duration)
     if tokens is None and length.unit != "ep":
-        clock = Clock(recipe.global_train_batch_size, step, 1.0, length)
-        tokens = float(clock.total * step)
-    seconds = None if tokens is None else math.ceil(tokens / step) * layout.step.total
+        clock = Clock(recipe.global_train_batch_size, step_tokens, 1.0, length)
+        tokens = float(clock.total * step_tokens)
+    seconds = None
+    if tokens is not None:
+        seconds = math.ceil(tokens / step_tokens) * layout.step.total
+
+    # each failure costs a restart, and on average half of a checkpoint interval
     goodput = 1.0
     if user_recipe.failures is not None:
-        between = user_recipe.failures / setting.gpus * 3600
-        goodput = between / (between + RESTART + _interval(recipe, layout) / 2)
+        seconds_between = user_recipe.failures / setting.gpus * 3600
+        lost_seconds = RESTART + _interval(recipe, layout) / 2
+        goodput = seconds_between / (seconds_between + lost_seconds)
     return RunCost(tokens, seconds, goodput, setting.gpus, user_recipe.price)
 
 
@@ -210,11 +219,13 @@ def _run(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> R
     if run.seconds is None or run.gpu_hours is None or run.tokens is None:
         yield "run", f"{user_recipe.max_duration} of a text of unknown length; write tokens=1e12"
     else:
-        days = f"{duration(run.seconds / run.goodput)} for {short_count(run.tokens)} tokens"
-        hours = f"{short_count(run.gpu_hours)} GPU-hours"
-        money = "" if run.money is None else f", {run.money:,.0f} at {user_recipe.price:g} an hour"
-        goodput = f"; goodput {percent(run.goodput)}" if run.goodput < 1 else ""
-        yield "run", f"{days}, {hours}{money}{goodput}"
+        text = f"{duration(run.seconds / run.goodput)} for {short_count(run.tokens)} tokens"
+        text += f", {short_count(run.gpu_hours)} GPU-hours"
+        if run.money is not None:
+            text += f", {run.money:,.0f} at {user_recipe.price:g} an hour"
+        if run.goodput < 1:
+            text += f"; goodput {percent(run.goodput)}"
+        yield "run", text
     yield "checkpoint", f"about {format_gib(checkpoint_bytes(layout) / GIB)}"
 
 
@@ -246,6 +257,7 @@ def _ranked(
 
 
 def _nearest(ranking: Ranking) -> Iterator[str]:
+    """Yield a line about the fastest layout that does not fit into memory, if there is one."""
     if ranking.nearest is not None:
         near = ranking.nearest
         seconds = in_seconds(near.step.total)
@@ -368,13 +380,17 @@ def measured_speeds(
 
 
 def _is_same(device: str, hardware: Hardware) -> bool:
+    """Return whether a report of `device` applies to the hardware.
+
+    Any named device applies to hardware that is written by its numbers instead of a known name.
+    """
     key = known_gpu(device)
     if key is None:
-        return bool(device) and hardware.name not in _NAMES
-    return short_name(key) == hardware.name or hardware.name not in _NAMES
+        return bool(device) and hardware.name not in _KNOWN_NAMES
+    return short_name(key) == hardware.name or hardware.name not in _KNOWN_NAMES
 
 
-_NAMES = {short_name(key) for key in GPUS}
+_KNOWN_NAMES = {short_name(key) for key in GPUS}
 
 
 def _read_rates(file: Path) -> tuple[str, float, float]:
@@ -389,6 +405,7 @@ def _read_rates(file: Path) -> tuple[str, float, float]:
 
 
 def _measured_rows(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of all tables of a report."""
     for step in content["steps"]:
         for item in step["items"]:
             yield from item["rows"]

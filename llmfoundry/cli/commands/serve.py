@@ -77,26 +77,35 @@ def serve(recipe: ServeRecipe) -> None:
 
 
 def chat_template(recipe: ServeRecipe, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, str]:
-    """How messages become a text; or None, and why chats are refused.
+    """Return the chat template, or None and the reason why the model cannot chat.
 
     Raises:
-        UserError: the model cannot have the template that is asked for.
+        UserError: the tokenizer does not support the template of the recipe.
     """
     if recipe.chat_template is not None:
         template = tokenizer.chat_by(recipe.chat_template, key="chat_template")
-        template.end_of_turn  # noqa: B018 - or an error
+        template.end_of_turn  # noqa: B018 - raises a UserError if there is none
         return template, ""
     if not tokenizer.has_chat:
         return None, "the model has no chat template"
     try:
-        tokenizer.chat.end_of_turn  # noqa: B018 - or an error
+        tokenizer.chat.end_of_turn  # noqa: B018 - raises a UserError if there is none
     except UserError as error:
         return None, str(error)
     return tokenizer.chat, ""
 
 
 def _length(recipe: ServeRecipe, opened: OpenedModel, longest: int | None) -> int:
-    """Tokens of a prompt and its answer together; `longest` is the number of learned positions."""
+    """Return the maximum number of tokens of a prompt and its answer together.
+
+    Args:
+        recipe: recipe of the server.
+        opened: the model.
+        longest: number of learned positions; None: the model has none.
+
+    Raises:
+        UserError: max_seq_len exceeds the learned positions of the model.
+    """
     length = recipe.max_seq_len or opened.window
     if longest is not None and length > longest:
         raise UserError(
@@ -113,11 +122,12 @@ def run_server(
     listener: socket.socket,
     key: str | None,
 ) -> None:
-    """Answer at an open socket until a signal.
+    """Answer requests at an open socket until SIGINT or SIGTERM.
 
     Raises:
-        BaseException: what the engine failed with.
+        BaseException: the error of the engine, after the server has ended.
     """
+    # the application
     import uvicorn
 
     from llmfoundry.inference.serve.app import Limits, Server
@@ -126,13 +136,15 @@ def run_server(
     raise_open_files()
     limits = Limits(int(recipe.max_body_mib * 2**20), recipe.max_waiting, recipe.timeout)
     server = Server(served, worker, limits, key=key, only_local=key is None)
+
+    # uvicorn
     logging = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     logging["handlers"]["access"]["stream"] = "ext://sys.stderr"
     config = uvicorn.Config(
         server.app,
         log_config=logging,
         http=server.connections,
-        backlog=limits.pending // 4,  # also what asyncio accepts in one step
+        backlog=limits.pending // 4,  # also the number of connections that asyncio accepts at once
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -143,16 +155,21 @@ def run_server(
     )
 
     class Web(uvicorn.Server):
-        """Tells the application when it begins to end."""
+        """uvicorn's server, which lets the application finish its requests before it ends."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Finish the requests for at most `drain_timeout`, then end."""
             server.drain(recipe.drain_timeout)
             await super().shutdown(sockets)
 
+    # end if the engine fails; uvicorn raises a received signal again after the server has ended,
+    # when these empty handlers ignore it
     web = Web(config)
     worker.on_failure = lambda: setattr(web, "should_exit", True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hands them on, once it has drained
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+
+    # serve
     host, port = listener.getsockname()[:2]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _to_stderr(f"serving {served.name} at http://{place}/v1; Ctrl-C or SIGTERM ends it")
@@ -167,10 +184,10 @@ def _listener(recipe: ServeRecipe, world: World) -> AbstractContextManager[socke
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """An open socket.
+    """Return a socket that listens.
 
     Raises:
-        UserError: the address is not to be had.
+        UserError: the address is in use or not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

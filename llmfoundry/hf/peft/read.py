@@ -182,10 +182,15 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
 
 
 def _open(folder: Path) -> _File:
-    """Read and check an adapter folder."""
+    """Read and check an adapter folder.
+
+    Raises:
+        UserError: a file is missing or malformed; a PeftNeeded if only peft can read the adapter.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    # adapter_config.json
     config = read_config(folder)
     kind = config.get("peft_type")
     if kind not in ("LORA", OWN_TYPE):
@@ -199,6 +204,8 @@ def _open(folder: Path) -> _File:
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise UserError(f"{folder / CONFIG}: target_parameters is not a list of names; correct it")
+
+    # tensors, which must have magnitudes if and only if the config says DoRA
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path}: is missing; save the adapter with safe_serialization=True")
@@ -269,16 +276,19 @@ def _all_places(model: Decoder, architecture: str) -> Iterator[PeftModule]:
 
 def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return A (E, R, in), B (E, rows, R) and magnitude of a module; None without an adapter."""
+    # a module per expert: stack their matrices
     if "{e}" in place.module:
         names = [place.module.format(e=e) for e in range(place.experts)]
-        pairs = [_pair(file, name) for name in names]
-        if all(pair is None for pair in pairs):
+        all_pairs = [_pair(file, name) for name in names]
+        pairs = [pair for pair in all_pairs if pair is not None]
+        if not pairs:
             return None
-        if any(pair is None for pair in pairs):
+        if len(pairs) < len(names):
             raise UserError(f"adapter: {file.folder} has an adapter for some experts of"
                             f" {place.module} alone")  # fmt: skip
-        both = [pair for pair in pairs if pair is not None]
-        return torch.stack([a for a, _ in both]), torch.stack([b for _, b in both]), None
+        return torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]), None
+
+    # one module; peft nests a wrapper `base_layer` for each further parameter that it adapts
     key = place.module
     if place.parameter:
         wrapped = _wrapped(place, file)
@@ -289,6 +299,8 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
     if pair is None:
         return None
     a, b = pair
+
+    # split the experts, which peft keeps in the rows of A and, interleaved, in the columns of B
     if place.parameter and place.experts > 1:
         b = b.view(len(b), -1, place.experts).permute(2, 0, 1)
     else:
@@ -299,8 +311,11 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
 
 def _wrapped(place: PeftModule, file: _File) -> list[str]:
     """Return the parameters of a module that the folder targets, in order."""
-    wrapped = [target for end in (*ends(place.module), "") for target in file.targets.get(end, [])]
-    is_router = place.parameter == ROUTER  # whose class has that parameter alone, experts' have not
+    wrapped = []
+    for module_end in (*ends(place.module), ""):
+        wrapped += file.targets.get(module_end, [])
+    # a module has either the router's parameter or the experts' parameters
+    is_router = place.parameter == ROUTER
     return [name for _, name in sorted(wrapped) if (name == ROUTER) == is_router]
 
 
@@ -316,7 +331,19 @@ def _pair(file: _File, key: str, *, embedding: bool = False) -> tuple[Tensor, Te
 def _ours(
     place: PeftModule, a: Tensor, b: Tensor, magnitude: Tensor | None, file: _File
 ) -> Iterator[tuple[str, _Part]]:
-    """Yield the name of each of our matrices in a module, with its part of the adapter."""
+    """Yield the name of each of our matrices in a module, with its part of the adapter.
+
+    Args:
+        place: module in peft's format.
+        a: (E, R, in).
+        b: (E, rows, R).
+        magnitude: (rows,), of DoRA.
+        file: adapter folder.
+
+    Raises:
+        UserError: the shapes do not fit the base model or adapter_config.json.
+    """
+    # check the shapes
     if b.shape[1] != place.rows or a.shape[1] != b.shape[2]:
         raise _foreign(
             file,
@@ -327,26 +354,29 @@ def _ours(
             f"{file.folder}: {place.module} has rank {a.shape[1]}, which adapter_config.json does"
             " not say; the two belong to different adapters"
         )
+
+    # the order of rows here
     scale = _scale(place, a.shape[1], file)
     if place.order is not None:
-        b = torch.stack([place.order[1](one) for one in b])
-        magnitude = None if magnitude is None else place.order[1](magnitude)
+        _, to_our_order = place.order
+        b = torch.stack([to_our_order(expert_b) for expert_b in b])
+        magnitude = None if magnitude is None else to_our_order(magnitude)
+
+    # the rows of each of our matrices, with its half of the rank in a block diagonal matrix
     halves = _halves(place, b)
     for index, source in enumerate(place.sources):
         height = source.end - source.begin
         rows = slice(source.at, source.at + height)
         columns = halves[index] if halves else slice(None)
-        yield (
-            source.ours,
-            _Part(
-                source.begin,
-                source.end,
-                a[:, columns],
-                b[:, rows, columns] / place.factor,
-                scale,
-                None if magnitude is None else magnitude[rows],
-            ),
+        part = _Part(
+            source.begin,
+            source.end,
+            a[:, columns],
+            b[:, rows, columns] / place.factor,
+            scale,
+            None if magnitude is None else magnitude[rows],
         )
+        yield source.ours, part
 
 
 def _halves(place: PeftModule, b: Tensor) -> list[slice] | None:
@@ -419,6 +449,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Tensor], list[str]]:
     """Return the values of modules that were trained in full, and the names of these modules."""
+    # our name and conversion rule of each parameter, by its name in the file
     parameters, config = dict(model.named_parameters()), model.config
     names: dict[str, tuple[str, NameRule | None]] = {f"model.{n}": (n, None) for n in parameters}
     if architecture in MAPS:
@@ -428,16 +459,20 @@ def _whole(file: _File, architecture: str, model: Decoder) -> tuple[dict[str, Te
                 name = f"{'wte' if tied else ours}.{kind}"
                 if len(theirs) == 1 and name in parameters:
                     names[theirs[0].removesuffix("weight") + kind] = (name, rule)
+
+    # read them
     values: dict[str, Tensor] = {}
-    for theirs_name, (name, source) in names.items():
+    for theirs_name, (name, name_rule) in names.items():
         tensor = file.get(theirs_name)
         if tensor is None:
             continue
         if tensor.shape != parameters[name].shape:
             raise _foreign(file, f"{theirs_name} has the shape {tuple(tensor.shape)}")
-        if source is not None and name.endswith("weight"):
-            tensor = computed(source, config, tensor, back=True)
-        is_tied_head = source is not None and source.ours == "lm_head" and name == "wte.weight"
+        if name_rule is not None and name.endswith("weight"):
+            tensor = computed(name_rule, config, tensor, back=True)
+        # a tied head must be equal to the embedding, which has been read before it
+        is_head = name_rule is not None and name_rule.ours == "lm_head"
+        is_tied_head = is_head and name == "wte.weight"
         if is_tied_head and not torch.equal(values.get(name, tensor[:0]), tensor):
             raise PeftNeeded(
                 f"{file.folder}: {theirs_name} is not its embedding, and the base model ties the"

@@ -71,13 +71,13 @@ class AdaptedMatrix:
         pairs = [(self.a, self.b)]
         if self.start is not None:
             pairs.append((self.start[0], -self.start[1]))
-        at = 0
+        rank, first_row = self.lora.r, 0
         for index, (begin, end) in enumerate(self.lora.parts):
-            r, height = self.lora.r, end - begin
-            a = [a[:, index * r : (index + 1) * r] for a, _ in pairs]
-            b = [b[:, at : at + height] for _, b in pairs]
-            yield begin, end, torch.cat(a, 1), torch.cat(b, 2)
-            at += height
+            height = end - begin
+            a_parts = [a[:, index * rank : (index + 1) * rank] for a, _ in pairs]
+            b_parts = [b[:, first_row : first_row + height] for _, b in pairs]
+            yield begin, end, torch.cat(a_parts, 1), torch.cat(b_parts, 2)
+            first_row += height
 
 
 def target_matrices(
@@ -139,18 +139,23 @@ def write_adapter(
             f"adapter_experts: {name} keeps its experts in one tensor; write stacked, or merge by"
             " to=hf"
         )
-    written = _Writer(separate)
-    written.refused_by_peft = is_resized
-    there = peft_modules(config, name, separate=separate)
-    for place in there:
-        written.add(place, adapted)
-    left = {n: m for n, m in adapted.items() if n not in written.placed}
-    written.add_own(left, named_by_us=name == OWN)
-    written.add_whole(whole, MAPS.get(name), config)
-    written.finish()
-    save_file(written.tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    # adapted matrices: those of the architecture by its names, the others by ours
+    writer = _Writer(separate)
+    writer.refused_by_peft = is_resized
+    for place in peft_modules(config, name, separate=separate):
+        writer.add(place, adapted)
+    others = {n: matrix for n, matrix in adapted.items() if n not in writer.placed}
+    writer.add_own(others, named_by_us=name == OWN)
+
+    # parameters that were trained in full
+    writer.add_whole(whole, MAPS.get(name), config)
+
+    # both files
+    writer.finish()
+    save_file(writer.tensors, folder / WEIGHTS, metadata={"format": "pt"})
     open_to_all(folder / WEIGHTS)
-    write_json(folder / CONFIG, written.settings(adapted, base, name))
+    write_json(folder / CONFIG, writer.settings(adapted, base, name))
     return name
 
 
@@ -176,13 +181,16 @@ class _Writer:
 
     def add(self, place: PeftModule, adapted: Mapping[str, AdaptedMatrix]) -> None:
         """Add the part of the adapter in a module, if there is any."""
-        mine = [(source, adapted[source.ours]) for source in place.sources
-                if source.ours in adapted]  # fmt: skip
-        assembled = _assemble(place, mine)
+        # join the adapted matrices that are parts of the module
+        sources = [(source, adapted[source.ours]) for source in place.sources
+                   if source.ours in adapted]  # fmt: skip
+        assembled = _assemble(place, sources)
         if assembled is None:
             return
-        self.placed |= {source.ours for source, _ in mine}
+        self.placed |= {source.ours for source, _ in sources}
         a, b, scale, magnitude = assembled
+
+        # add it in the form of its kind: experts, a parameter, an embedding or a linear layer
         if place.experts > 1 and "{e}" in place.module:
             for e in range(place.experts):
                 self._linear(place.module.format(e=e), a[e], b[e], scale, None)
@@ -199,6 +207,7 @@ class _Writer:
     def _linear(
         self, module: str, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None
     ) -> None:
+        """Add A (R, in), B (rows, R) and magnitude (rows,) of a linear layer."""
         self.tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
         self.tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
         if magnitude is not None:
@@ -207,6 +216,7 @@ class _Writer:
         self._shapes[module] = (len(a), scale)
 
     def _parameter(self, place: PeftModule, a: Tensor, b: Tensor, scale: float) -> None:
+        """Note A (E, R, in) and B (E, rows, R) of a parameter; `finish` adds them."""
         self._parameters.setdefault(place.module, {})[place.parameter] = (a, b)
         self._shapes[f"{place.module}.{place.parameter}"] = (a.shape[1], scale)
 
@@ -271,88 +281,102 @@ class _Writer:
         self, adapted: Mapping[str, AdaptedMatrix], base: str | None, architecture: str
     ) -> dict[str, Any]:
         """Return the contents of adapter_config.json."""
+        # rank and alpha of each module; the most common pair is the default
         loras = [matrix.lora for matrix in adapted.values()]
         rslora = any(lora.rslora for lora in loras)
-        sizes = {
-            key: (rank, scale * (math.sqrt(rank) if rslora else rank))
-            for key, (rank, scale) in self._shapes.items()
-        }
-        (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
-        transposed = any(rule.transposed for rule in MAPS[architecture].rules) if (
-            architecture in MAPS) else False  # fmt: skip
+        sizes = {}
+        for key, (rank, scale) in self._shapes.items():
+            sizes[key] = (rank, scale * (math.sqrt(rank) if rslora else rank))
+        (default_rank, default_alpha), _ = Counter(sizes.values()).most_common(1)[0]
+
+        # other settings
+        rules = MAPS[architecture].rules if architecture in MAPS else ()
+        parameters = [f"{m}.{name}" for m, names in self._parameters.items() for name in names]
         return {
             "peft_type": OWN_TYPE if self.refused_by_peft else "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
             "inference_mode": True,
-            "r": rank,
-            "lora_alpha": alpha,
+            "r": default_rank,
+            "lora_alpha": default_alpha,
             "lora_dropout": max(lora.dropout for lora in loras),
-            "rank_pattern": {k: r for k, (r, _) in sizes.items() if r != rank},
-            "alpha_pattern": {k: a for k, (_, a) in sizes.items() if a != alpha},
+            "rank_pattern": {k: r for k, (r, _) in sizes.items() if r != default_rank},
+            "alpha_pattern": {k: a for k, (_, a) in sizes.items() if a != default_alpha},
             "target_modules": self._modules,
-            "target_parameters": [f"{m}.{p}" for m, ps in self._parameters.items() for p in ps]
-            or None,
+            "target_parameters": parameters or None,
             "modules_to_save": list(dict.fromkeys(self.modules_to_save)) or None,
             "ensure_weight_tying": self.ties_weights,
             "use_rslora": rslora,
             "use_dora": any(lora.dora for lora in loras),
-            "fan_in_fan_out": transposed,
+            "fan_in_fan_out": any(rule.transposed for rule in rules),
             "bias": "none",
             "init_lora_weights": True,
         }
 
 
 def _assemble(
-    place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]
+    place: PeftModule, sources: Sequence[tuple[RowRange, AdaptedMatrix]]
 ) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
-    """Return A (E, R, in), B (E, rows, R), scale and magnitude of a module, in HF's row order."""
-    pieces = []
-    for source, matrix in mine:
+    """Return A (E, R, in), B (E, rows, R), scale and magnitude of a module, in HF's row order.
+
+    Returns None if no part of `sources` is in the module.
+    """
+    # the parts of the sources: their first row in the module, A, the rows of B, and the scale
+    parts: list[tuple[int, Tensor, Tensor, float]] = []
+    for source, matrix in sources:
         for begin, end, a, b in matrix.pieces():
             low, high = max(begin, source.begin), min(end, source.end)
             if low < high:
-                rows = b[:, low - begin : high - begin]
-                pieces.append((source.at + low - source.begin, a, rows, matrix))
-    if not pieces:
+                row = source.at + low - source.begin
+                parts.append((row, a, b[:, low - begin : high - begin], matrix.lora.scaling))
+    if not parts:
         return None
-    scale = pieces[0][3].lora.scaling
-    experts = max(len(a) for _, a, _, _ in pieces)
-    experts = max(experts, place.experts)
-    rank = sum(a.shape[1] for _, a, _, _ in pieces)
-    joint = torch.cat([a.expand(experts, -1, -1) for _, a, _, _ in pieces], 1)
-    b = torch.zeros(experts, place.rows, rank)
-    at = 0
-    for row, a, rows, matrix in pieces:
-        width = a.shape[1]
-        factor = place.factor * matrix.lora.scaling / scale
-        b[:, row : row + rows.shape[1], at : at + width] = rows * factor
-        at += width
-    magnitude = _magnitude(place, mine)
+
+    # join them: A by rows, B block by block; the scale is that of the first part
+    _, _, _, scale = parts[0]
+    experts = max(place.experts, *(len(a) for _, a, _, _ in parts))
+    rank = sum(a.shape[1] for _, a, _, _ in parts)
+    joint_a = torch.cat([a.expand(experts, -1, -1) for _, a, _, _ in parts], 1)
+    joint_b = torch.zeros(experts, place.rows, rank)
+    column = 0
+    for row, a, b, part_scale in parts:
+        part_rank = a.shape[1]
+        factor = place.factor * part_scale / scale
+        joint_b[:, row : row + b.shape[1], column : column + part_rank] = b * factor
+        column += part_rank
+
+    # the order of rows in the HF module
+    magnitude = _magnitude(place, sources)
     if place.order is not None:
-        b = torch.stack([place.order[0](one) for one in b])
-        magnitude = None if magnitude is None else place.order[0](magnitude)
-    return joint, b, scale, magnitude
+        to_hf_order, _ = place.order
+        joint_b = torch.stack([to_hf_order(expert_b) for expert_b in joint_b])
+        magnitude = None if magnitude is None else to_hf_order(magnitude)
+    return joint_a, joint_b, scale, magnitude
 
 
-def _magnitude(place: PeftModule, mine: Sequence[tuple[RowRange, AdaptedMatrix]]) -> Tensor | None:
-    """Return DoRA's magnitude of a module, (rows,); None without DoRA."""
-    if all(matrix.magnitude is None for _, matrix in mine):
+def _magnitude(
+    place: PeftModule, sources: Sequence[tuple[RowRange, AdaptedMatrix]]
+) -> Tensor | None:
+    """Return DoRA's magnitude of a module, (rows,); None without DoRA.
+
+    Raises:
+        UserError: rows of the module have no adapter.
+    """
+    if all(matrix.magnitude is None for _, matrix in sources):
         return None
-    magnitude, filled = torch.zeros(place.rows), 0
-    for source, matrix in mine:
+    magnitude, n_filled = torch.zeros(place.rows), 0
+    for source, matrix in sources:
         assert matrix.magnitude is not None
-        at = 0
+        part_start = 0  # of the part in the magnitude of the adapted rows
         for begin, end in matrix.lora.parts:
             low, high = max(begin, source.begin), min(end, source.end)
             if low < high:
-                to = source.at + low - source.begin
-                magnitude[to : to + high - low] = matrix.magnitude[
-                    at + low - begin : at + high - begin
-                ]
-                filled += high - low
-            at += end - begin
-    if filled != place.rows:
+                row = source.at + low - source.begin
+                values = matrix.magnitude[part_start + low - begin : part_start + high - begin]
+                magnitude[row : row + high - low] = values
+                n_filled += high - low
+            part_start += end - begin
+    if n_filled != place.rows:
         raise UserError(
             f"architecture: {place.module} has rows without an adapter, and DoRA needs all; leave"
             " architecture out"
