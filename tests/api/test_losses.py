@@ -136,6 +136,23 @@ def test_a_wrong_loss_is_named(here: Path, loss: Any, line: str) -> None:
         lf.train(recipe("wrong", save_overwrite=True), loss=loss, show="nothing")
 
 
+MOE = {
+    f"model.ffn_config.{key}": value
+    for key, value in {
+        "ffn_type": "dmoe", "mlp_type": "glu", "ffn_act_fn": "silu", "ffn_hidden_size": 16,
+        "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.1,
+    }.items()
+}  # fmt: skip
+
+
+def test_with_routers_losses_a_loss_is_of_tokens(here: Path) -> None:
+    with pytest.raises(lf.UserError, match="the routers of this model add losses"):
+        lf.train(recipe("moe", **MOE), loss=digits_loss, show="nothing")
+    built_in = lf.train(recipe("moe-built-in", **MOE), show="nothing")
+    own = lf.train(recipe("moe-own", **MOE), loss=tokens_loss, show="nothing")
+    assert losses(own.folder) == pytest.approx(losses(built_in.folder), rel=1e-5)
+
+
 def test_an_exception_in_a_loss_stays_what_it_is(here: Path) -> None:
     def failing(model: Any, batch: Any) -> Result:
         raise ZeroDivisionError("mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -29,6 +30,29 @@ def test_training_and_data_are_those_of_the_command_line(here: Path) -> None:
         assert program.metric(metric) == command.metric(metric) != [], metric
     assert program.status == command.status == "finished"
     assert program.metrics.to_pandas()["time/batch"].max() == program.batch == 4
+
+
+def test_scores_and_texts_are_those_of_the_command_line(here: Path) -> None:
+    run("eval.py", "runs/quickstart", "eval=generated_easy", "eval.icl_rows=5", cwd=here)
+    (written,) = Path("runs/quickstart/eval").glob("*/results.json")
+    results = json.loads(written.read_text())
+    model = lf.load("runs/quickstart")
+    for given in (model, "runs/quickstart", lf.Run("runs/quickstart")):
+        scores = lf.evaluate(given, "generated_easy", rows=5)
+        assert scores.metrics == results["metrics"]
+        tasks = results["gauntlet"]["tasks"]
+        assert [(s.value, list(s.interval or ()), s.n) for s in scores] == [
+            (task["accuracy"], task["interval"], task["n"]) for task in tasks
+        ]
+    lines = written.with_name("rows.jsonl").read_text().splitlines()
+    assert scores.rows == [json.loads(line) for line in lines]
+    settings = {"max_new_tokens": 8, "seed": 3, "temperature": 0.7}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    shown = run("generate.py", "runs/quickstart", "prompt=line 7", *words, cwd=here).stdout
+    assert shown == model.generate("line 7", **settings) + "\n"
+    ids = model.tokenizer("line 7")
+    assert shown.startswith("line 7") and ids.shape == (1, 7)
+    assert model.tokenizer.decode(model.generate(ids, **settings)[:, 1:]).strip() == shown.strip()
 
 
 def test_batches_are_those_of_the_run(here: Path) -> None:
