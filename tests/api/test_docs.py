@@ -13,7 +13,7 @@ from tests.plugin_tables import tables_as_before
 from tests.tiny import ROOT
 
 SMALL = {  # what the examples say, and what is run here: the same in seconds
-    'lf.recipe("quickstart"': 'lf.recipe("tiny.yaml"',
+    '"quickstart"': '"tiny.yaml"',
     '"50ba"': '"4ba"',
     '"60ba"': '"6ba"',
     '"30ba"': '"4ba"',
