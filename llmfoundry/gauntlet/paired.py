@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -90,7 +91,7 @@ class ModelAnswers:
         Raises:
             UserError: a file is missing or damaged, or the two do not belong together.
         """
-        result = read_object(folder / RESULTS, instead=AGAIN).get("gauntlet") or {}
+        result = _read_result(folder / RESULTS)
         tasks = _read_rows(folder / ROWS)
         for task in result.get("tasks", []):
             label = _task_name(task)
@@ -117,7 +118,7 @@ def latest_answers(name: str, run_folder: Path) -> ModelAnswers | None:
     found: list[tuple[int, Path]] = []
     for path in run_folder.glob(f"eval/*/{ROWS}"):
         batch = read_object_if_there(path.parent / RESULTS, instead=AGAIN).get("time/batch")
-        if isinstance(batch, int):
+        if type(batch) is int:
             found.append((batch, path.parent))
     if not found:
         return None
@@ -139,6 +140,39 @@ def judged_answers(answered: Sequence[TaskAnswers]) -> dict[str, TaskRights]:
     return tasks
 
 
+class _Task(msgspec.Struct):
+    """The keys of a task in results.json that a comparison reads."""
+
+    label: str
+    num_fewshot: int
+    n: int
+    accuracy: float | None
+    metric: str
+    missing: int = 0
+    mode: str = "native"
+
+
+class _Result(msgspec.Struct):
+    """The keys of results.json that a comparison reads."""
+
+    tasks: list[_Task] = []
+    categories: dict[str, float | None] | None = None
+    averages: dict[str, float | None] | None = None
+    members: dict[str, list[str]] | None = None
+    weights: dict[str, dict[str, float]] | None = None
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """Read results.json; an evaluation without a gauntlet has an empty result."""
+    result = read_object(path, instead=AGAIN).get("gauntlet") or {}
+    try:
+        msgspec.convert(result, _Result)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: gauntlet: {error}; {AGAIN}") from error
+    assert isinstance(result, dict), "converted"
+    return result
+
+
 def _read_rows(path: Path) -> dict[str, TaskRights]:
     """Read rows.jsonl. A row has a line for each choice; the first one is enough."""
     tasks: dict[str, TaskRights] = {}
@@ -151,8 +185,10 @@ def _read_rows(path: Path) -> dict[str, TaskRights]:
             if row["choice"] != 0:
                 continue
             name = f"{row['task']}/{int(row['shots'])}-shot"
-            right = None if "missing" in row else bool(row["right"])
+            right = None if "missing" in row else row["right"]
             key, category = str(row["hash"]), row.get("category")
+            if not (isinstance(right, bool | None) and isinstance(category, str | None)):
+                raise ValueError("right is not a boolean, or category is not a text")
         except KeyError as error:
             raise UserError(
                 f"{path}:{number}: has no {error}, which pairs rows of different models; an older"

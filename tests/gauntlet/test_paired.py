@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,8 @@ def test_rows_that_one_model_cannot_answer_are_left_out_with_a_line() -> None:
         (lambda text: 2 * text, "has 20 rows of t/0-shot, but results.json has 10"),
         (lambda text: text.replace('"hash"', '"place"'), "rows.jsonl:1: has no 'hash'"),
         (lambda text: text.replace('"right": ', '"right": [', 1), "rows.jsonl:1: is not a line"),
+        (lambda text: text.replace('"right": true', '"right": "no"'), "rows.jsonl:1: is not a"),
+        (lambda text: text.replace('"choice"', '"category": [], "choice"'), "rows.jsonl:1: is not"),
         (lambda text: "\xff\n" + text, None),
     ],
 )  # fmt: skip
@@ -233,6 +236,24 @@ def test_a_file_of_rows_that_is_damaged_is_one_line(
         ModelAnswers.read("a", folder)
     (problem,) = caught.value.problems
     assert message in problem and "scripts/eval.py" in problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tasks": "x"},
+        {"tasks": [{"num_fewshot": 0}]},
+        {"weights": {"x": {"t/0-shot": "1"}}},
+        {"members": {"x": 1}},
+    ],
+)
+def test_results_that_no_evaluation_writes_are_one_line(tmp_path: Path, change: Any) -> None:
+    folder = write(tmp_path / "a", [answered("t", [True] * 10)])
+    results = json.loads((folder / "results.json").read_text())
+    results["gauntlet"] |= change
+    (folder / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=r"results\.json: gauntlet: .*scripts/eval\.py"):
+        ModelAnswers.read("a", folder)
 
 
 def test_the_table_counts_the_tasks_and_names_both_models() -> None:
