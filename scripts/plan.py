@@ -5,6 +5,7 @@
     python scripts/plan.py dbrx hardware=3072xh100 global_train_batch_size=6144 layouts=20
     python scripts/plan.py mpt-7b hardware=8xa100-40gb parallel.activation_checkpointing=auto
     python scripts/plan.py mpt-7b hardware=8xh100 format=json layouts=0                 for programs
+    python scripts/plan.py eval dbrx hardware=8xh100      what fits of an evaluation or a server
     python scripts/plan.py --help hardware                                  GPUs, and one's own
 
 No GPU is needed, and nothing is built or downloaded. Of the recipe's own layout: memory by kind,

@@ -19,6 +19,7 @@ import torch
 
 from llmfoundry.api.conversion import check_destination
 from llmfoundry.api.examine import check_models, check_prompts, with_addresses
+from llmfoundry.api.external_models import is_outside
 from llmfoundry.api.generation import chosen_template
 from llmfoundry.builders.data import learning_corpus
 from llmfoundry.builders.evaluation import check_gauntlet
@@ -46,6 +47,7 @@ from llmfoundry.cli.commands.scaling_grid import grid
 from llmfoundry.cli.commands.scaling_runs import refuse_changed
 from llmfoundry.cli.commands.serve import chat_template
 from llmfoundry.cli.commands.track import run_with_record
+from llmfoundry.cli.inference_plan import run_memory_lines
 from llmfoundry.data.preparation.build_tokenizer import check_chat_template
 from llmfoundry.data.preparation.readers import find_files, left_out
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -128,11 +130,13 @@ def print_plan(command: str, recipe: Any, hardware: Hardware | None = None) -> N
     """
     if hardware is None:
         os.environ.update(slurm_environment())
-    is_training = PLANS[command] is plan_training
-    if hardware is not None and not is_training:
-        raise UserError(f"--dry-run: {hardware}: only a training run is estimated for other GPUs")
-    plan = plan_training(recipe, hardware) if is_training else PLANS[command](recipe)
-    rows = list(plan)
+    plan = PLANS[command]
+    if hardware is not None and plan not in ON_OTHER_HARDWARE:
+        raise UserError(
+            f"--dry-run: {hardware}: only training, evaluation and generation are estimated for"
+            " other GPUs"
+        )
+    rows = list(plan(recipe) if hardware is None else ON_OTHER_HARDWARE[plan](recipe, hardware))
     if int(os.environ.get("RANK", 0)) == 0:
         if all(label != "checked" for label, _ in rows):
             rows.append(("checked", "the recipe, and what is listed above"))
@@ -494,13 +498,15 @@ def plan_inspecting(recipe: ResolvedTrainRecipe) -> Rows:
     yield "at", recipe.user_recipe.at
 
 
-def plan_evaluation(recipe: EvalRecipe) -> Rows:
+def plan_evaluation(recipe: EvalRecipe, hardware: Hardware | None = None) -> Rows:
     """Yield the plan of scripts/eval.py."""
     recipe, _ = with_addresses(recipe, _alone(), lambda line: None)
     check_models(recipe)
     check_gauntlet(recipe.eval or EvalConfig())
     for number, model in enumerate(recipe.all_models()):
         yield "" if number else "models", model
+        if not is_outside(model):
+            yield from run_memory_lines(model, recipe, hardware, replicas=True)
     if recipe.eval is None:
         yield "measured", "what each run measured itself"
     elif recipe.eval.gauntlet is not None:
@@ -511,11 +517,12 @@ def plan_evaluation(recipe: EvalRecipe) -> Rows:
     yield "results", recipe.output or "beside each run, eval/<batch>/"
 
 
-def plan_drawing(recipe: SamplingRecipe) -> Rows:
+def plan_drawing(recipe: SamplingRecipe, hardware: Hardware | None = None) -> Rows:
     """Yield the plan of scripts/generate.py or scripts/chat.py."""
     recipe.fill()
     name = _named(recipe)
     yield from _any_model(name, recipe.precision)
+    yield from run_memory_lines(name, recipe, hardware)
     if isinstance(recipe, ChatRecipe) or (
         isinstance(recipe, GenerateRecipe) and recipe.message is not None
     ):
@@ -524,10 +531,11 @@ def plan_drawing(recipe: SamplingRecipe) -> Rows:
     yield "writes", f"at most {recipe.max_new_tokens:,} tokens, {how}"
 
 
-def plan_serving(recipe: ServeRecipe) -> Rows:
+def plan_serving(recipe: ServeRecipe, hardware: Hardware | None = None) -> Rows:
     """Yield the plan of scripts/serve.py."""
     name = _named(recipe)
     yield from _any_model(name, recipe.precision)
+    yield from run_memory_lines(name, recipe, hardware, slots=recipe.slots)
     yield from _template(name, partial(chat_template, recipe))
     key = "none" if recipe.read_key() is None else "asked for"
     yield "at", f"{recipe.host}, port {recipe.port or 'that is free'}; API key: {key}"
@@ -725,3 +733,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "check": plan_check,
     "supervise": plan_training,
 }
+ON_OTHER_HARDWARE: dict[Any, Callable[[Any, Hardware], Iterable[tuple[str, str]]]] = {
+    plan: plan for plan in (plan_training, plan_evaluation, plan_drawing, plan_serving)
+}
+"""Plans that `--dry-run=8xh100` estimates for GPUs that are not here."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from llmfoundry.cli.command_line import CommandLine
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import (
     Checked,
     CheckFinetuneRecipe,
@@ -39,9 +40,25 @@ def either(
 
 
 inspected = either(InspectRecipe, InspectFinetuneRecipe)
-planned = either(PlanRecipe, PlanFinetuneRecipe)
+_planned = either(PlanRecipe, PlanFinetuneRecipe)
 launched = either(LaunchRecipe, LaunchFinetuneRecipe)
 supervised = either(TrainRecipe, FinetuneRecipe)
+
+
+def planned(command: CommandLine) -> type[PlanRecipe]:
+    """Choose the recipe of a plan. `eval RECIPE` plans inference with the model of a recipe.
+
+    Raises:
+        UserError: the recipe's file cannot be read, or `eval` stands alone.
+    """
+    if command.recipe == "eval":
+        if not command.more:
+            raise UserError("eval: of which recipe? write plan.py eval mpt-30b hardware=8xh100")
+        command.recipe = command.more.pop(0)
+        command.overrides.append("inference=true")
+        if not any(word.startswith("precision=") for word in command.overrides):
+            command.overrides.append("precision=bf16")
+    return _planned(command)
 
 
 def checked_for(command: CommandLine) -> type[Checked]:

@@ -40,8 +40,7 @@ def with_local_ranks(config: ParallelConfig, *, replicas: bool = False) -> Itera
             without a sharded layout there is one process, however many GPUs there are.
     """
     started = "RANK" in os.environ or bool(slurm_environment())
-    several = replicas or config.nproc_per_node is not None or not config.keeps_whole
-    wanted = wanted_processes(config) if several and not started else 1
+    wanted = 1 if started else local_ranks(config, replicas=replicas)
     if wanted == 1:
         yield
         return
@@ -66,6 +65,12 @@ def with_local_ranks(config: ParallelConfig, *, replicas: bool = False) -> Itera
     is_over.set()  # not after an error: the other ranks end with this process
     for process in ranks.values():
         process.wait()
+
+
+def local_ranks(config: ParallelConfig, *, replicas: bool) -> int:
+    """Return the number of processes of a command on this machine; see `with_local_ranks`."""
+    several = replicas or config.nproc_per_node is not None or not config.keeps_whole
+    return wanted_processes(config) if several else 1
 
 
 def _start(rank: int) -> subprocess.Popen[str]:

@@ -208,6 +208,9 @@ class PlanRecipe(TrainRecipe):
     the data sheet; unset: gpu-check/gpu-check.json, if it is from the same GPU."""
     format: Annotated[str, choice(PLAN_FORMATS)] = "text"
     """text, or json: one object, for programs."""
+    inference: bool = False
+    """Estimate the memory of evaluation and generation, in place of training. `plan.py eval RECIPE`
+    sets it, together with precision=bf16, the default of loaded weights on a GPU."""
 
     def check(self) -> Iterator[str]:
         """Yield an error line for each problem."""
@@ -216,7 +219,7 @@ class PlanRecipe(TrainRecipe):
         except UserError as error:
             yield from error.lines()
         else:
-            if not hardware.is_timed:
+            if not hardware.is_timed and not self.inference:
                 yield (
                     f"hardware: {self.hardware} names no GPU, whose speed a plan needs; write such"
                     f" as {hardware.gpus}xh100, or --dry-run={self.hardware} for memory alone"

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from llmfoundry.cli.inference_plan import memory_lines
 from llmfoundry.errors import UserError
 from llmfoundry.files import read_json
 from llmfoundry.loggers.console import Console, duration, format_gib, percent, short_count
@@ -103,6 +106,8 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
     assert isinstance(user_recipe, PlanRecipe)
     hardware = Hardware.parse(user_recipe.hardware, "hardware")
     recipe = with_guessed_vocabulary(recipe)
+    if user_recipe.inference:
+        return _print_inference(recipe, hardware)
     if recipe.fp8_recipe is not None and not hardware.gpu.fp8_tflops:
         raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
     reached, source = measured_speeds(hardware, recipe, user_recipe.gpu_check)
@@ -144,6 +149,14 @@ def _recipe_layout(
         return own_layout(recipe, setting), []
     except UserError as error:
         return None, error.lines()
+
+
+def _print_inference(recipe: ResolvedTrainRecipe, hardware: Hardware) -> None:
+    """Print what fits of an evaluation or a server on this hardware."""
+    room = max(0, hardware.memory - TAKEN)
+    lines = memory_lines(recipe, hardware.gpus, room, torch.device("cuda"))
+    rows = [("model", _model(recipe)), ("hardware", str(hardware)), *lines]
+    Console().banner([(label, public(text)) for label, text in rows])
 
 
 def _model(recipe: ResolvedTrainRecipe) -> str:

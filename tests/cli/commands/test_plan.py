@@ -179,3 +179,32 @@ def test_fine_tuning_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         run(planned, "llmfoundry.cli.commands.plan:plan", words)
     assert refused.value.code == 2 and "fine-tuning is not timed" in capsys.readouterr().err
+
+
+def inference(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `plan.py eval` and return its output in one line."""
+    run(planned, "llmfoundry.cli.commands.plan:plan", ["eval", *words])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_of_inference_counts_the_bytes_of_weights_and_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """mpt-70b has 80 blocks of 64 heads of 128 values, and two bytes for each weight."""
+    text = inference(capsys, "mpt-70b", "hardware=8x80gb")
+    cache = 2 * 2 * 80 * 64 * 128
+    assert f"{cache // 1024:,} KiB a token" in text
+    weights = 2 * 64_862e6 / 2**30  # of 64,862M parameters
+    total = re.search(r"a process of ([0-9.]+) GiB", text)
+    assert total and float(total[1]) == pytest.approx(weights, rel=0.01)
+    assert "data_parallel_shard 8" in text and "sequences of 2,048 tokens at a time" in text
+
+
+def test_a_plan_of_inference_names_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        inference(capsys, "mpt-70b", "hardware=1x80gb")
+    line = capsys.readouterr().err
+    assert "4 such processes suffice: parallel.data_parallel_shard_degree=4" in line
+    with pytest.raises(SystemExit):
+        inference(capsys)
+    assert capsys.readouterr().err.startswith("eval: of which recipe?")
