@@ -208,7 +208,7 @@ def in_mib(text: str) -> float:
     return float(number) * {"MiB": 1, "GiB": 1024}[unit]
 
 
-def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_hardware_is_for_training_and_inference(capsys: pytest.CaptureFixture[str]) -> None:
     for words, why in {
         ("quickstart", "--dry-run=64"): "'64' is no hardware; write how many GPUs",
         ("quickstart", "--dry-run=0x80gb"): "is no hardware",
@@ -219,7 +219,7 @@ def test_other_hardware_is_for_training_alone(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         words = ["from=hf", "checkpoint=x", "output=y", "--dry-run=8x80gb"]
         run(ConvertRecipe, "llmfoundry.api.conversion:convert", words)
-    assert "only a training run is estimated for other GPUs" in capsys.readouterr().err
+    assert "only training, evaluation and generation are estimated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
