@@ -93,12 +93,16 @@ def copy_recipe(arguments: Sequence[str]) -> None:
         raise UserError(
             "cp: write llmfoundry cp NAME [FILE], as in llmfoundry cp quickstart my.yaml"
         )
+
+    # the target: a file in an existing folder, with a suffix of YAML
     source = _shipped_file(arguments[0])
     target = Path(arguments[1] if len(arguments) == 2 else source.name).expanduser()
     if target.is_dir() or arguments[-1].endswith("/"):
         target /= source.name
     if target.suffix not in (".yaml", ".yml"):
         target = target.with_name(f"{target.name}.yaml")
+
+    # copy, without replacing a file
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as file:
@@ -166,6 +170,7 @@ def _scripts() -> list[str]:
 
 
 def _docstring(script: Path) -> str:
+    """Return the docstring of a script, without running it."""
     return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
 
 
@@ -185,8 +190,13 @@ def _first_sentence(recipe: Path) -> str:
 def _rows(texts: dict[str, str]) -> list[str]:
     """Return lines with two columns, truncated to 100 characters."""
     width = max(map(len, texts))
-    lines = (f"  {name:<{width}}  {text}" for name, text in texts.items())
-    return [line if len(line) <= 100 else f"{line[:97].rsplit(' ', 1)[0]} …" for line in lines]
+    lines = []
+    for name, text in texts.items():
+        line = f"  {name:<{width}}  {text}"
+        if len(line) > 100:
+            line = f"{line[:97].rsplit(' ', 1)[0]} …"  # truncate at a space
+        lines.append(line)
+    return lines
 
 
 def _shipped_file(name: str) -> Path:

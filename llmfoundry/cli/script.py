@@ -67,10 +67,13 @@ def run(
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["--complete"]:
         return print(*_completions(recipe_type, words[1:]), sep="\n")
+
+    # settings of the process, before anything imports torch
     mask_tracebacks()
     end_with_starters()
-    os.environ.update(allocator_settings(os.environ))  # a plugin may import torch
+    os.environ.update(allocator_settings(os.environ))
     try:
+        # read the recipe, then run the command or print its plan
         command = parse(words)
         chosen = recipe_type if isinstance(recipe_type, type) else recipe_type(command)
         recipe = _answer(chosen, command, help or "")
@@ -80,7 +83,7 @@ def run(
             show_loading()
             resolved = recipe.resolve() if hasattr(recipe, "resolve") else recipe
             if "--dry-run" in command.flags:
-                from llmfoundry.cli.dry_run import print_plan  # imports what the commands do
+                from llmfoundry.cli.dry_run import print_plan  # slow: imports all commands
 
                 print_plan(function, resolved, command.hardware)
             else:
@@ -134,8 +137,8 @@ def _completions(
         return [*complete(recipe_type, words), *sweep_keys]
     # `sweep=` is short for `sweep.how=`
     completions = complete(SweepRecipe, [*before, word.replace("sweep=", "sweep.how=")])
-    if word[5] == "=":
-        completions = [each.replace("sweep.how=", "sweep=") for each in completions]
+    if word.startswith("sweep="):
+        completions = [key.replace("sweep.how=", "sweep=") for key in completions]
     return completions
 
 
@@ -153,6 +156,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def _one_of_several() -> bool:
+    """Return whether a launcher has started several processes."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
@@ -201,13 +205,16 @@ def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
     points = sweep_points(recipe_type, command, config)
     if "--dry-run" in command.flags:
         print(*(public(point.place) for point in points), sep="\n")
-        if len(rungs := config.rungs(len(points))) > 1:
+        rungs = config.rungs(len(points))
+        if len(rungs) > 1:
             print(f"paused at {', '.join(rungs[:-1])}; one of {config.factor} continues each time")
         print(f"dry run: {len(points)} runs were checked; nothing was written or started")
         return
     from llmfoundry.cli.sweep_runs import sweep
 
-    words = [sys.executable, sys.argv[0], *([] if command.recipe is None else [command.recipe])]
+    words = [sys.executable, sys.argv[0]]
+    if command.recipe is not None:
+        words.append(command.recipe)
     if sweep(points, words, config):
         sys.exit(FAILED)
 
@@ -218,18 +225,22 @@ def _take_folder(recipe_type: type[Any], command: CommandLine) -> None:
     Raises:
         UserError: there are several paths for one key.
     """
-    names = ("FOLDERS_KEY", "FOLDER_KEY", "FILE_KEY")
-    folders, folder, file = (getattr(recipe_type, name, None) for name in names)
-    key, word = folders or folder or file, command.recipe
-    is_recipe = word is not None and file is None and word.endswith((".yaml", ".yml"))
-    if folders is None or is_recipe:
+    # the key of the recipe that takes such a path, and whether the path is a recipe's instead
+    folders_key = getattr(recipe_type, "FOLDERS_KEY", None)
+    folder_key = getattr(recipe_type, "FOLDER_KEY", None)
+    file_key = getattr(recipe_type, "FILE_KEY", None)
+    key, word = folders_key or folder_key or file_key, command.recipe
+    is_recipe = word is not None and file_key is None and word.endswith((".yaml", ".yml"))
+    if folders_key is None or is_recipe:
         refuse_more(command)
     if key is None or word is None or is_recipe:
         return
     if any(override.startswith(f"{key}=") for override in command.overrides):
         raise UserError(f"{word}: is {key}, which is given a second time; remove one of the two")
+
+    # replace the path by an override
     command.recipe = None
-    value = as_list([word, *command.more]) if folders else word
+    value = as_list([word, *command.more]) if folders_key else word
     command.overrides.insert(0, f"{key}={value}")
 
 

@@ -111,13 +111,19 @@ def write_card(
 
 
 def _lines(card: CardInfo, config: ModelConfig, architecture: str, dtype: str) -> Iterator[str]:
+    """Yield the lines of metadata, properties, example code and scores."""
+    # metadata and title
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
     yield "license: unknown # yours to choose, as the texts it was trained on allow"
     yield from ("tags:", "- llmfoundry", "---", "", f"# {_cell(card.name)}", "")
-    share = "" if card.active == card.parameters else f", {card.active:,} active"
+
+    # properties
+    parameters = f"{card.parameters:,}"
+    if card.active != card.parameters:
+        parameters += f", {card.active:,} active"
     shape = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads"
     rows = {
-        "Parameters": f"{card.parameters:,}{share} ({shape})",
+        "Parameters": f"{parameters} ({shape})",
         "Architecture": "our own, `llmfoundry.hf`" if architecture == OWN else architecture,
         "Weights": dtype,
         "Vocabulary": f"{config.vocab_size:,} rows",
@@ -129,12 +135,18 @@ def _lines(card: CardInfo, config: ModelConfig, architecture: str, dtype: str) -
     }
     yield from ("| property | value |", "|---|---|")
     yield from (f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
+
+    # example code; the prompt becomes a Python string
     yield from ("", "## How to load", "", "```python")
     first = "import llmfoundry.hf  # registers the model's class\n" if architecture == OWN else ""
     prompt = card.prompt.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     ask = (_CHAT if card.is_chat else _TEXT).format(prompt=prompt)
     program = _LOAD.format(first=first, name=card.name, ask=ask)
-    yield program.removeprefix("import torch\n" * card.is_chat) + "```"
+    if card.is_chat:
+        program = program.removeprefix("import torch\n")  # only the code without chat uses torch
+    yield program + "```"
+
+    # scores
     if card.scores:
         yield from ("", "## Scores", "", "| measured | score | 95 % interval | chance |")
         yield "|---|---:|---:|---:|"
@@ -143,12 +155,14 @@ def _lines(card: CardInfo, config: ModelConfig, architecture: str, dtype: str) -
 
 
 def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
+    """Yield a section with a list; nothing for an empty list."""
     if lines:
         yield from ("", f"## {title}", "")
         yield from (f"- {line}" for line in lines)
 
 
 def _training(card: CardInfo) -> Iterator[str]:
+    """Yield the section of training settings."""
     if card.settings:
         yield from ("", "## Training", "", "| recipe key | value |", "|---|---|")
         yield from (f"| `{key}` | {_cell(value)} |" for key, value in card.settings.items())

@@ -67,6 +67,7 @@ def is_foundry(written: Mapping[str, Any]) -> bool:
 
 def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig:
     """Return the `model` section; append a line to `problems` for each unsupported key."""
+    # the keys that both have, and their sections without keys that have no effect
     keys = Schema.of(ModelConfig).keys
     ours: dict[str, Any] = DEFAULTS | {k: written[k] for k in keys if k in written}
     ours = {key: value for key, value in ours.items() if key not in ELSEWHERE}
@@ -77,6 +78,8 @@ def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig
             if key in section_values and not _is_off(section_values.pop(key), off):
                 problems.append(f"config.json: {section}.{key}; the decoder has nothing like it")
         ours[section] = {key: value for key, value in section_values.items() if key not in IGNORED}
+
+    # values that are written differently here
     _read_attention(ours["attn_config"])
     _read_ffn(ours["ffn_config"], problems)
     if any(ours["attn_config"].get(name) for name in ("alibi", "rope")):
@@ -87,6 +90,8 @@ def read_foundry(written: Mapping[str, Any], problems: list[str]) -> ModelConfig
     _settle_scale(ours)
     if "ffn_hidden_size" in ours["ffn_config"]:
         ours.pop("expansion_ratio", None)
+
+    # the section
     type_problems: list[Problem] = []
     config = build(ModelConfig, ours, type_problems)
     problems += [f"config.json: {problem.line}" for problem in type_problems]
@@ -131,9 +136,9 @@ def _read_overrides(ours: dict[str, Any]) -> None:
     """Write explicitly, in place, that a repetition applies to the entire order."""
     overrides = ours.get("block_overrides")
     if isinstance(overrides, dict) and "repeat" in overrides:
-        again = {"order": overrides.get("order"), "repeat": overrides["repeat"]}
-        rest = {key: value for key, value in overrides.items() if key != "repeat"}
-        ours["block_overrides"] = rest | {"order": [again]}
+        repetition = {"order": overrides.get("order"), "repeat": overrides["repeat"]}
+        others = {key: value for key, value in overrides.items() if key != "repeat"}
+        ours["block_overrides"] = others | {"order": [repetition]}
 
 
 def _settle_scale(ours: dict[str, Any]) -> None:
@@ -156,7 +161,8 @@ def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
             ffn.pop("ffn_act_fn", None)
         return
     ffn["ffn_type"] = "dmoe"
-    for key in ("ffn_act_fn", "moe_num_experts"):  # of which megablocks has defaults of its own
+    # megablocks has other defaults for these keys, so they must be in the file
+    for key in ("ffn_act_fn", "moe_num_experts"):
         if ffn.get(key) is None:
             problems.append(f"config.json: ffn_config.{key} is missing")
     if not ffn.pop("shared_expert", False):
@@ -164,7 +170,7 @@ def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
     elif ffn.get("shared_expert_hidden_size") is None:
         ffn["shared_expert_hidden_size"] = ffn.get("ffn_hidden_size")
     for key in ("moe_normalize_expert_weights", "moe_zloss_weight", "moe_jitter_eps"):
-        ffn[key] = ffn.get(key) or None  # 0 is none there
+        ffn[key] = ffn.get(key) or None  # 0 in LLM Foundry is None here
     weight = ffn.pop("moe_loss_weight", 0.1)  # megablocks' default
     if kind == "mb_dmoe" and weight:
         ffn |= {"moe_balancing": "loss", "moe_loss_weight": weight, "moe_lbl_scope": "microbatch"}
@@ -174,6 +180,7 @@ def _read_ffn(ffn: dict[str, Any], problems: list[str]) -> None:
 
 def foundry_map(config: ResolvedModelConfig, written: Mapping[str, Any]) -> WeightMap:
     """Return the map of weight names: ours after `transformer.`, except for routers and experts."""
+    # attention and norms of a block: our name and the kind of bias
     block = "transformer.blocks.{i}."
     inside = "norm_attn_norm." if written.get("fuse_norm_attn_norm") else ""
     fused = (written.get("attn_config") or {}).get("fused_qkv", True)
@@ -182,11 +189,13 @@ def foundry_map(config: ResolvedModelConfig, written: Mapping[str, Any]) -> Weig
         "norm_1": norm,
         "norm_2": norm,
         "attn.Wqkv": "qkv",
-        "attn.Wq": "qkv",  # where keys and values are reused
+        "attn.Wq": "qkv",  # in layers that reuse the keys and values of another layer
         "attn.q_ln": qk_norm,
         "attn.k_ln": qk_norm,
         "attn.out_proj": "other",
     }
+
+    # rules of all layers
     rules = (
         *(NameRule(name, (f"transformer.{name}.weight",)) for name in ("wte", "wpe")),
         NameRule("norm_f", ("transformer.norm_f.weight",), norm),

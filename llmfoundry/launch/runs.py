@@ -66,11 +66,14 @@ _FILES = (METRICS, "run.json", RECORD, "events.jsonl")
 _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _LONGEST = 2**24  # bytes; a longer line is read in parts
 _PARALLEL_QUERIES = 16  # targets queried at the same time
-_LOOK_S, _HARD_S = 1.0, 20.0
-_ASK_S = 5.0  # between two queries of a scheduler or host, which other users query too
-_SKEW_S = 300.0  # by which another machine's clock may lag
-_QUIET_S = 600.0  # without a file change, after which a run on another machine counts as dead
+_LOOK_S = 1.0  # seconds between two polls of a run's files
+_HARD_S = 20.0  # seconds from the first signal to SIGKILL, with now=true
+_ASK_S = 5.0  # seconds between two queries of a scheduler or host, which other users query too
+_SKEW_S = 300.0  # maximum lag of another machine's clock
+_QUIET_S = 600.0  # seconds without a file change until a run on another machine counts as dead
+# the number of seconds in a line of metrics.jsonl
 _TRAINED = re.compile(rb'"time/train": ?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
+# the text in a run's lock: process id, machine and time
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
 
 
@@ -82,7 +85,7 @@ class RunState:
     folder: str
     """The folder with the run's files or its launch record."""
     state: str
-    """One of `states.STATES`."""
+    """State of the run, one of `states.STATES`."""
     why: str = ""
     """Reason for the state, for people."""
     step: int = 0
@@ -250,9 +253,9 @@ def goodput(
     """Return the goodput as the report computes it (`run_time.py`).
 
     Args:
-        folder: of the run; all of its metrics.jsonl is read.
-        rows: the last rows of metrics.jsonl.
-        events: of the run.
+        folder: folder of the run; its metrics.jsonl is read completely.
+        rows: last rows of metrics.jsonl.
+        events: events of the run.
 
     Returns:
         The share in [0, 1]; None: no supervisor has recorded anything yet.
@@ -330,6 +333,7 @@ def tail(path: Path) -> list[dict[str, Any]]:
 
 
 def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among some lines; other lines are skipped."""
     for line in lines:
         with suppress(ValueError):
             value = parse_json(line.decode(errors="replace"))
@@ -403,6 +407,7 @@ def _holder(folder: Path) -> psutil.Process:
 
 
 def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | None:
+    """Return the state of a run's job at its target; None: no job was launched."""
     if record is None or not record.job:
         return None
     if held and record.target == "local":  # saves two subprocesses per run
@@ -411,6 +416,7 @@ def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | N
 
 
 def _mapping(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
     with suppress(OSError, ValueError):
         values = read_json_if_there(path)
         return values if isinstance(values, dict) else {}
@@ -432,10 +438,12 @@ def _number(value: Any) -> float | None:
 
 
 def _float(values: Mapping[str, Any], key: str) -> float:
+    """Return the number of a key; 0 if there is none."""
     return _number(values.get(key)) or 0.0
 
 
 def _changed(path: Path) -> float:
+    """Return when a file was changed, in seconds since 1970; 0: no such file."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
@@ -577,6 +585,7 @@ class _Recorded:
             yield source, f"{clock} {text}"
 
     def _new(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the records that a file has got since the last call."""
         path = self._folder / name
         if not path.is_file():
             return
@@ -588,11 +597,12 @@ class _Recorded:
 
 
 def _metrics_line(row: Mapping[str, Any]) -> str:
-    shown = [f"step {row.get(BATCH)}"]
+    """Return the step, losses, metrics and throughput of a row of metrics.jsonl as text."""
+    texts = [f"step {row.get(BATCH)}"]
     for name, value in row.items():
-        if name.startswith(("loss/", "metrics/")) or name in ("throughput/tokens_per_sec",):
-            shown.append(f"{name} {value:.5g}" if is_number(value) else f"{name} {value}")
-    return ", ".join(shown)
+        if name.startswith(("loss/", "metrics/")) or name == "throughput/tokens_per_sec":
+            texts.append(f"{name} {value:.5g}" if is_number(value) else f"{name} {value}")
+    return ", ".join(texts)
 
 
 def stop(
@@ -601,8 +611,8 @@ def stop(
     """Stop a run, wait until it has ended, and return its last state.
 
     Args:
-        name: of the run, or its folder.
-        folder: of runs.
+        name: name or folder of the run.
+        folder: folder of runs.
         now: kill the run at once; the steps since the last checkpoint are lost. Otherwise the run
             saves a checkpoint first.
         timeout: seconds to wait until the run has ended.
@@ -662,15 +672,15 @@ def _pause(record: LaunchRecord | None) -> float:
 @contextmanager
 def _alone(place: Path) -> Iterator[bool]:
     """Lock the run's folder; yield whether no other `stop` holds the lock."""
-    locked, is_first = None, True
+    lock, is_first = None, True
     with suppress(OSError):  # some file systems have no locks
-        locked = try_lock(place)
-        is_first = locked is not None
+        lock = try_lock(place)
+        is_first = lock is not None
     try:
         yield is_first
     finally:
-        if locked is not None:
-            locked.release()
+        if lock is not None:
+            lock.release()
 
 
 def _was_asked(place: Path, who: str) -> bool:

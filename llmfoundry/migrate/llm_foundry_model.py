@@ -279,16 +279,16 @@ def _of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
 
 def _rows_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
     """Return the entries for examples of Hugging Face data sets and files."""
-    d, is_train = f"{loader}.dataset", loader == "train_loader"
+    # hf_name, which prepare_data's command line has without a section
+    d = f"{loader}.dataset"
+    hf_name = f"{d}.hf_name"
+    remark = "with data.validation.name=huggingface; unset: a part of the rows is held out"
+    if loader == "train_loader":
+        hf_name += " hf_name"
+        remark = "with data=huggingface; files of your own: data.paths=[my/*.jsonl]"
     return (
-        FoundryKey(
-            f"{d}.hf_name" + (" hf_name" if is_train else ""),
-            f"{data}.dataset=<OWNER/NAME>",
-            "with data=huggingface; files of your own: data.paths=[my/*.jsonl]"
-            if is_train
-            else "with data.validation.name=huggingface; unset: a part of the rows is held out",
-            take=text.hf_name(loader),
-        ),
+        FoundryKey(hf_name, f"{data}.dataset=<OWNER/NAME>", remark, take=text.hf_name(loader)),
+        # files and subsets
         FoundryKey(
             f"{d}.hf_kwargs.data_dir hf_kwargs.data_dir",
             f"{data}.paths=[<my/rows>]",
@@ -307,6 +307,7 @@ def _rows_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
             take=v.never("is not asked of `datasets` here; write a folder that it loads"),
         ),
         FoundryKey(f"{d}.hf_kwargs.data_files.*", take=text.files_of_split(loader)),
+        # preprocessing
         FoundryKey(
             f"{d}.preprocessing_fn preprocessing_fn",
             f"{data}.preprocess=<module:function>",
@@ -326,15 +327,10 @@ def _shards_of_loader(loader: str, data: str) -> tuple[FoundryKey, ...]:
     """Return the entries for the locations of MDS shards."""
     d, is_train = f"{loader}.dataset", loader == "train_loader"
     stream = f"{data}.streams.*" if is_train else data
+    remark = "with data=mds" if is_train else "of shards"
     return (
-        FoundryKey(
-            f"{d}.remote",
-            f"{data}.remote=<s3://bucket>",
-            "with data=mds" if is_train else "of shards",
-        ),
-        FoundryKey(
-            f"{d}.local", f"{data}.local=<folder>", "with data=mds" if is_train else "of shards"
-        ),
+        FoundryKey(f"{d}.remote", f"{data}.remote=<s3://bucket>", remark),
+        FoundryKey(f"{d}.local", f"{data}.local=<folder>", remark),
         FoundryKey(f"{d}.split", f"{data}.split=<train>", take=text.split(loader)),
         FoundryKey(f"{d}.streams.*.remote", f"{stream}.remote=<s3://bucket>"),
         FoundryKey(f"{d}.streams.*.local", f"{stream}.local=<folder>"),
@@ -353,6 +349,7 @@ def _idle(loader: str) -> tuple[FoundryKey, ...]:
     """Return entries that follow from other settings, have a fixed value or are unsupported."""
     d = f"{loader}.dataset"
     return (
+        # keys that follow from other settings, or must have one value
         FoundryKey(f"{d}.max_seq_len", "max_seq_len=<2048>", take=text.row_length),
         FoundryKey(
             f"{d}.hf_kwargs {d}.streams", take=v.only((None, {}, []), "is empty", "is no section")
@@ -361,6 +358,7 @@ def _idle(loader: str) -> tuple[FoundryKey, ...]:
             f"{d}.decoder_only_format",
             take=v.only(True, "answers follow their prompts, as here", f"an encoder {_NOT_HERE}"),
         ),
+        # keys of LLM Foundry's loader without a counterpart here
         FoundryKey(
             f"{d}.safe_load {d}.allow_pad_trimming {d}.pad_to_longest {loader}.pin_memory"
             f" {loader}.persistent_workers {loader}.timeout {d}.num_canonical_nodes {d}.keep_zip"

@@ -381,6 +381,7 @@ class Decoder(nn.Module):
 
         Rotary tables are computed once, attention plans once per window.
         """
+        # rotary tables, and the exchange of context parallelism
         device, width = positions.device, positions.shape[1]
         exchange = self.exchange if self.training else None
         is_sharded = layout is not None and layout.ranges is not None
@@ -409,6 +410,7 @@ class Decoder(nn.Module):
                 ranges=ranges,
             )
 
+        # one context per pair of window and temperature
         rotates_late = cached_rotary is not None or (slots is not None and slots.rotates_late)
         contexts = {}
         for key in {_context_key(layer) for layer in self.layers}:

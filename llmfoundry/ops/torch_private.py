@@ -139,8 +139,11 @@ def unflattened(mesh: DeviceMesh, sizes: dict[str, int], backend: str | None) ->
 
     `DeviceMesh._unflatten`; without it expert_parallel_degree does not work.
     """
-    small = [name for name, size in sizes.items() if 1 < size < mesh.size()]
-    override: Any = {name: backend for name in small} if backend and small else None
+    # the backend of dimensions that need a new group
+    new_groups = [name for name, size in sizes.items() if 1 < size < mesh.size()]
+    override: Any = None
+    if backend and new_groups:
+        override = dict.fromkeys(new_groups, backend)
     return mesh._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=override)
 
 
@@ -228,22 +231,25 @@ def watch_fsdp(around: Callable[[], AbstractContextManager[None]]) -> Callable[[
     module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     group = getattr(importlib.import_module(module), "FSDPParamGroup", None)
     names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-    before = {name: getattr(group, name) for name in names if hasattr(group, name)}
+    originals = {name: getattr(group, name) for name in names if hasattr(group, name)}
 
-    def within(method: Callable[..., Any]) -> Callable[..., Any]:
+    def within_context(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that enters the context and calls `method`."""
+
         @wraps(method)
-        def watched(*args: Any, **named: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             with around():
-                return method(*args, **named)
+                return method(*args, **kwargs)
 
-        return watched
+        return wrapper
 
     def undo() -> None:
-        for name, method in before.items():
+        """Restore the original methods."""
+        for name, method in originals.items():
             setattr(group, name, method)
 
-    for name, method in before.items():
-        setattr(group, name, within(method))
+    for name, method in originals.items():
+        setattr(group, name, within_context(method))
     return undo
 
 
@@ -268,6 +274,7 @@ def set_activation_memory_budget(budget: float | None) -> None:
 
 
 def _as_it_is(value: Any) -> Any:
+    """Return the value: saved results are not compressed."""
     return value
 
 
@@ -292,29 +299,36 @@ def selective_contexts(
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
 
+    # saved results of each operator in the order of its calls; and for each pending collective, by
+    # the storage of its result, the list and the index at which the result is saved
     saved: dict[Any, list[Any]] = {}
-    sent: dict[Any, tuple[list[Any], int]] = {}  # results of pending collectives, by storage
+    pending: dict[Any, tuple[list[Any], int]] = {}
 
     class Keep(TorchDispatchMode):
+        """Saves results in the forward pass."""
+
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = op(*args, **(kwargs or {}))
+            # a collective that has ended: compress its result, which is valid only now
             if op is torch.ops._c10d_functional.wait_tensor.default:
-                there = sent.pop(storage_reference(result), None)
-                if there is not None:
-                    row, place = there
-                    row[place] = compress(result.detach())
+                entry = pending.pop(storage_reference(result), None)
+                if entry is not None:
+                    results, index = entry
+                    results[index] = compress(result.detach())
             if is_kept(op, *args):
-                row = saved.setdefault(op, [])
+                results = saved.setdefault(op, [])
                 if op.namespace == "_c10d_functional":
-                    sent[storage_reference(result)] = row, len(row)
-                    row.append(result.detach())
+                    pending[storage_reference(result)] = results, len(results)
+                    results.append(result.detach())
                 else:
-                    row.append(tree_map_only(Tensor, lambda t: compress(t.detach()), result))
+                    results.append(tree_map_only(Tensor, lambda t: compress(t.detach()), result))
             return result
 
     class Give(TorchDispatchMode):
+        """Returns saved results in the recomputation, in the same order."""
+
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -357,6 +371,7 @@ class Replicas(DistributedDataParallel):
         self._sent_before = 0
 
     def _fix_buckets(self) -> None:
+        """Create the final buckets, in the order of parameters that the reducer was given."""
         reducer = cast(Any, self.reducer)
         if hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets"):
             reducer._push_all_rebuilt_params()
@@ -364,9 +379,9 @@ class Replicas(DistributedDataParallel):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the group can recover from a pass that failed on one rank."""
-        needed = ("_reset_state", "_get_zeros_like_grad_buckets", "_run_comm_hook")
-        return all(hasattr(self.reducer, name) for name in needed)
+        """Return whether the group can recover from a pass that failed on one rank."""
+        methods = ("_reset_state", "_get_zeros_like_grad_buckets", "_run_comm_hook")
+        return all(hasattr(self.reducer, name) for name in methods)
 
     def begin_passes(self) -> None:
         """Start to count the reductions for `send_the_rest`."""
@@ -398,9 +413,11 @@ class Replicas(DistributedDataParallel):
         self._fix_buckets()
 
     def _sent(self) -> int:
+        """Return the number of collectives that this rank has started in the group."""
         return int(cast(Any, self.process_group)._get_sequence_number_for_group())
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return DDP's parameters, and whether their gradients are sparse, in reverse order."""
         parameters, are_sparse = super()._build_params_for_reducer()
         return parameters[::-1], are_sparse[::-1]
 
@@ -460,12 +477,15 @@ def imagined_meshes(sizes: dict[str, int]) -> Iterator[dict[str, DeviceMesh]]:
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    alone = not dist.is_initialized()
-    if alone:
+    # DTensor needs a default group
+    has_no_group = not dist.is_initialized()
+    if has_no_group:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    rank, groups, meshes, first = dist.get_rank(), list[Any](), dict[str, DeviceMesh](), 2**30
+    groups, meshes = list[Any](), dict[str, DeviceMesh]()
+    rank, first_rank = dist.get_rank(), 2**30
     try:
         for name, size in sizes.items():
+            # a group of this rank and ranks that do not exist
             group: Any = dist.ProcessGroup(FakeStore(), 0, size)
             backend: Any = FakeProcessGroup._create_internal(0, size)
             group._register_backend(torch.device("cpu"), group.BackendType.CUSTOM, backend)
@@ -473,18 +493,21 @@ def imagined_meshes(sizes: dict[str, int]) -> Iterator[dict[str, DeviceMesh]]:
             c10d._world.pg_group_ranks[group] = {rank: 0}
             c10d._register_process_group(group.group_name, group)
             groups.append(group)
-            ranks = torch.arange(first, first + size)
+
+            # a mesh over the group, with rank numbers of its own
+            ranks = torch.arange(first_rank, first_rank + size)
             mesh: Any = DeviceMesh(
-                "cpu", ranks, mesh_dim_names=(name,), _init_backend=False, _rank=first
+                "cpu", ranks, mesh_dim_names=(name,), _init_backend=False, _rank=first_rank
             )
             mesh._dim_group_names = [group.group_name]
-            meshes[name], first = mesh, first + size
+            meshes[name] = mesh
+            first_rank += size
         yield meshes
     finally:
         for group in groups:
             _unregister_process_group(group.group_name)
             del c10d._world.pg_group_ranks[group]
-        if alone:
+        if has_no_group:
             dist.destroy_process_group()
 
 
@@ -499,19 +522,19 @@ def unwatched_shapes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     name = "_propagate_tensor_meta_non_cached"
-    full = getattr(ShardingPropagator, name, None)
+    original = getattr(ShardingPropagator, name, None)
 
-    def found(*args: Any) -> Any:
+    def without_modes(*args: Any) -> Any:
         with _disable_current_modes():
-            return cast(Any, full)(*args)
+            return cast(Any, original)(*args)
 
-    if full is not None:
-        setattr(ShardingPropagator, name, found)
+    if original is not None:
+        setattr(ShardingPropagator, name, without_modes)
     try:
         yield
     finally:
-        if full is not None:
-            setattr(ShardingPropagator, name, full)
+        if original is not None:
+            setattr(ShardingPropagator, name, original)
 
 
 def record_memory(entries: int | None) -> None:

@@ -75,8 +75,9 @@ class Fit:
     @property
     def kept(self) -> str:
         """Checkpointing and compression of activations, in words."""
-        small = self.compression
-        return self.checkpointing if small == "none" else f"{self.checkpointing} and {small}"
+        if self.compression == "none":
+            return self.checkpointing
+        return f"{self.checkpointing} and {self.compression}"
 
 
 def choose_fit(
@@ -123,21 +124,26 @@ def choose_fit(
         for way in _ways(recipe, device)
     }
 
-    # choose among those that fit
+    # those that fit: with uneven expert load, or else with even load
     room = int(USABLE * available)
-    fits = _fitting(needs, candidates, room, EXPERT_LOAD) or _fitting(needs, candidates, room, 1)
-    *_, need = needs.values()
-    enough = min(candidates[0], -(-MIN_TOKENS // recipe.max_seq_len))
+    fits = _fitting(needs, candidates, room, EXPERT_LOAD)
+    if not fits:
+        fits = _fitting(needs, candidates, room, 1)
+
+    # choose: that of the resumed run, the fastest or the first large enough, the largest microbatch
     resumed = [fit for fit in fits if fit.kept == begun_with]
-    good = [fit for fit in fits if fit.microbatch >= enough]
     if len(fits) > 1 and gpu is not None and meta_model is None:
-        good = _by_seconds(recipe, fits, world_size, gpu)
+        preferred = _by_seconds(recipe, fits, world_size, gpu)
+    else:
+        least_rows = min(candidates[0], math.ceil(MIN_TOKENS / recipe.max_seq_len))
+        preferred = [fit for fit in fits if fit.microbatch >= least_rows]
     if fits:
-        best = (resumed or good or [max(fits, key=lambda fit: fit.microbatch)])[0]
+        best = (resumed or preferred or [max(fits, key=lambda fit: fit.microbatch)])[0]
         check_graphs(recipe.compile_mode, rows=rows, microbatch=best.microbatch)
         return best
 
-    # nothing fits: report the cause
+    # nothing fits: report the cause, for the way with the most recomputation
+    *_, need = needs.values()
     if recipe.parallel.reduce_scatter_each_microbatch is False:
         others = need.total(candidates[-1]) - need.gradients(candidates[-1])
         if others <= USABLE * available:
@@ -155,9 +161,11 @@ def _fitting(
 ) -> list[Fit]:
     """Return the largest fitting microbatch of each way to store activations, if any fits."""
     fits = list[Fit]()
-    for (level, small), need in needs.items():
-        sizes = [n for n in candidates if need.total(n, load) <= room]
-        fits += [Fit(n, level, need, need.fitting_load(n, room), small) for n in sizes[:1]]
+    for (level, compression), need in needs.items():
+        largest = next((n for n in candidates if need.total(n, load) <= room), None)
+        if largest is not None:
+            load_limit = need.fitting_load(largest, room)
+            fits.append(Fit(largest, level, need, load_limit, compression))
     return fits
 
 
@@ -166,33 +174,33 @@ def _by_seconds(
 ) -> list[Fit]:
     """Return the fits in the order of their estimated step time, each with its successor."""
     reached = speeds(gpu, recipe)
-    timed = [
-        dataclasses.replace(
-            fit,
-            seconds=step_seconds(
-                with_level(recipe, fit.checkpointing, fit.compression),
-                world_size,
-                fit.microbatch,
-                reached,
-            ).total,
-        )
-        for fit in fits
-    ]
+    timed = []
+    for fit in fits:
+        fit_recipe = with_level(recipe, fit.checkpointing, fit.compression)
+        step = step_seconds(fit_recipe, world_size, fit.microbatch, reached)
+        timed.append(dataclasses.replace(fit, seconds=step.total))
     timed.sort(key=lambda fit: fit.seconds or math.inf)
-    after = [*timed[1:], None]
-    return [dataclasses.replace(a, second=b) for a, b in zip(timed, after, strict=True)]
+    successors = [*timed[1:], None]
+    return [
+        dataclasses.replace(fit, second=successor)
+        for fit, successor in zip(timed, successors, strict=True)
+    ]
 
 
 def load_line(recipe: ResolvedTrainRecipe, fit: Fit, world_size: int) -> str | None:
     """Return a log line on the expert load that fits; None: no expert parallelism, or no limit."""
-    p = recipe.parallel.degrees(world_size).expert
-    if p == 1 or math.isinf(fit.load):
+    degree = recipe.parallel.degrees(world_size).expert
+    if degree == 1 or math.isinf(fit.load):
         return None
+    # the load if all tokens choose the experts of one rank
     ffn = recipe.model.ffn_config
-    most = min(ffn.moe_top_k, ffn.moe_num_experts // p) * p / ffn.moe_top_k
-    each = f"{fit.need.load_bytes(fit.microbatch) / GIB:.1f} GiB for each mean above the first"
+    most = min(ffn.moe_top_k, ffn.moe_num_experts // degree) * degree / ffn.moe_top_k
+    growth = fit.need.load_bytes(fit.microbatch) / GIB
     fits = f"up to {fit.load:.1f}" if fit.load < most else "any"
-    return f"expert load of a process, in means: {fits} fits ({each}; {most:.1f} is the limit)"
+    return (
+        f"expert load of a process, in means: {fits} fits ({growth:.1f} GiB for each mean above"
+        f" the first; {most:.1f} is the limit)"
+    )
 
 
 def choose_microbatch(recipe: ResolvedTrainRecipe, **memory: Any) -> int:
@@ -202,7 +210,7 @@ def choose_microbatch(recipe: ResolvedTrainRecipe, **memory: Any) -> int:
 
 def checkpointing_line(recipe: ResolvedTrainRecipe, fit: Fit, begun_with: str | None = None) -> str:
     """Return a log line on what `activation_checkpointing: auto` has chosen, and why."""
-    more = RECOMPUTED[: RECOMPUTED.index(fit.checkpointing)]
+    less_recomputed = RECOMPUTED[: RECOMPUTED.index(fit.checkpointing)]
     second = fit.second
     if fit.kept == begun_with:
         why = "as the run began"
@@ -211,8 +219,8 @@ def checkpointing_line(recipe: ResolvedTrainRecipe, fit: Fit, begun_with: str | 
             f"{in_seconds(fit.seconds)} a step by the plan, where {second.kept} (a microbatch of"
             f" {second.microbatch}) would take {in_seconds(second.seconds)}"
         )
-    elif more:
-        why = f"with {more[-1]} fewer rows would fit"
+    elif less_recomputed:
+        why = f"with {less_recomputed[-1]} fewer rows would fit"
     else:
         why = "all that the backward pass asks for fits"
     return (
@@ -224,20 +232,28 @@ def checkpointing_line(recipe: ResolvedTrainRecipe, fit: Fit, begun_with: str | 
 
 def _ways(recipe: ResolvedTrainRecipe, device: torch.device) -> list[tuple[str, str]]:
     """Return the candidate (checkpointing, compression) pairs, the least recomputation first."""
-    parallel = recipe.parallel
-    level, small = recomputation(parallel.activation_checkpointing), parallel.activation_compression
+    # all pairs
+    level = recomputation(recipe.parallel.activation_checkpointing)
     levels = _levels(recipe, device) if level == "auto" else [level]
-    ways = [*product(levels, ("none", "int8") if small == "auto" else (small,))]
+    compression = recipe.parallel.activation_compression
+    compressions = ("none", "int8") if compression == "auto" else (compression,)
+    ways = [*product(levels, compressions)]
     if not recipe.compile:
         return ways
-    parts = [(way, with_level(recipe, *way).parallel) for way in ways]
-    supported = [way for way, one in parts if not [*compiled_limits(recipe.model, one)]]
+
+    # those that can be compiled
+    supported = []
+    for way in ways:
+        parallel = with_level(recipe, *way).parallel
+        if not any(compiled_limits(recipe.model, parallel)):
+            supported.append(way)
     return supported or ways
 
 
 def _levels(recipe: ResolvedTrainRecipe, device: torch.device) -> list[str]:
-    without = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
-    return [level for level in RECOMPUTED if not (without and level == "selective")]
+    """Return the levels of checkpointing; `selective` only if it can be compiled."""
+    is_uncompiled = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
+    return [level for level in RECOMPUTED if not (is_uncompiled and level == "selective")]
 
 
 def with_level(
@@ -251,6 +267,7 @@ def with_level(
 
 
 def _gradients_do_not_fit(need: MemoryEstimate, rows: int, available: int) -> str:
+    """Return the error if only the gradients between microbatches exceed the memory."""
     return (
         f"parallel.reduce_scatter_each_microbatch: false needs about {need.total(rows) / GIB:.1f}"
         f" GiB a process at a microbatch of {rows} ({need.accumulated / GIB:.1f} of them for"
@@ -267,8 +284,11 @@ def _does_not_fit(
     available: int,
     device: torch.device,
 ) -> str:
-    fits = largest_fitting_recipe(world_size, available, device)
-    hint = f"the largest shipped recipe that fits is {fits}" if fits else "no shipped recipe fits"
+    """Return the error of training, which names the largest shipped recipe that fits."""
+    fitting = largest_fitting_recipe(world_size, available, device)
+    hint = "no shipped recipe fits"
+    if fitting:
+        hint = f"the largest shipped recipe that fits is {fitting}"
     return (
         f"model: {recipe.run_name} ({need.parameters / 1e6:,.0f}M parameters) needs about"
         f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
@@ -285,20 +305,17 @@ def _does_not_fit_frozen(
     meta_model: Decoder,
 ) -> str:
     """Return the error of fine-tuning; remedies are an adapter, 4 bits, or more ranks."""
-    frozen = not all(p.requires_grad for p in meta_model.parameters())
+    is_frozen = not all(p.requires_grad for p in meta_model.parameters())
     if is_quantized(meta_model):
         hint = "write a smaller max_seq_len, parallel.activation_checkpointing: true"
-    elif frozen and isinstance(recipe, ResolvedFinetuneRecipe) and recipe.adapter.name != "none":
+    elif is_frozen and isinstance(recipe, ResolvedFinetuneRecipe) and recipe.adapter.name != "none":
         hint = "write model.quantize: nf4"
     else:
-        small = (
-            value_count(meta_model) * 4.2 / 8
-            + need.fixed
-            + need.logits(rows)
-            + need.activations(rows)
-        )
-        fits = " and model.quantize: nf4" if small <= USABLE * available else ""
-        hint = f"write adapter.name: lora{fits}"
+        hint = "write adapter.name: lora"
+        quantized = value_count(meta_model) * 4.2 / 8  # bytes; 4.2 bits with scales
+        other_bytes = need.fixed + need.logits(rows) + need.activations(rows)
+        if quantized + other_bytes <= USABLE * available:
+            hint += " and model.quantize: nf4"
     return (
         f"model.pretrained: {need.parameters / 1e6:,.0f}M parameters need about"
         f" {need.total(rows) / GIB:.1f} GiB a process at a microbatch of {rows}"
@@ -327,7 +344,8 @@ def largest_fitting_recipe(world_size: int, available: int, device: torch.device
             continue
         if weights <= room:
             candidates.append((parameter_count(recipe.model), path, recipe))
-    for _, path, recipe in sorted(candidates, key=lambda one: -one[0]):
+    candidates.sort(key=lambda candidate: -candidate[0])  # the most parameters first
+    for _, path, recipe in candidates:
         if estimate(recipe, world_size, device=device).total(1) <= room:
             return recipe_name(path)
     return None

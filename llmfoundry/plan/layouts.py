@@ -8,6 +8,7 @@ estimated only for the most promising layouts, until no other layout can be amon
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,38 +104,45 @@ class ParallelLayout:
 
     @property
     def level(self) -> str:
-        """What the backward pass recomputes."""
+        """Level of activation checkpointing."""
         return str(self.recipe.parallel.activation_checkpointing)
 
     def name(self) -> str:
         """Return a description: degrees other than 1, activation checkpointing, microbatch."""
         parallel = self.recipe.parallel
-        named = {
+        degrees = {
             "replicate": parallel.data_parallel_replicate_degree,
             "shard": parallel.data_parallel_shard_degree,
             "context": parallel.context_parallel_degree,
             "tensor": parallel.tensor_parallel_degree,
             "expert": parallel.expert_parallel_degree,
         }
-        degrees = " ".join(f"{what} {n}" for what, n in named.items() if n > 1) or "one process"
-        weights = ", weights kept" if parallel.reshard_after_forward is False else ""
-        return f"{degrees}{weights}, {self.level}, {self.microbatch} rows"
+        text = " ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one process"
+        if parallel.reshard_after_forward is False:
+            text += ", weights kept"
+        return f"{text}, {self.level}, {self.microbatch} rows"
 
     def overrides(self, user_recipe: TrainRecipe) -> list[str]:
         """Return the command-line overrides that turn the user's recipe into this layout."""
-        new, old = self.recipe.parallel, user_recipe.parallel
-        pairs = {name: (getattr(new, name), getattr(old, name)) for name in CHOSEN}
-        for name in SHARDS_ONLY:  # true is their default
-            if pairs[name] == (True, None):
-                del pairs[name]
-        changed = {f"parallel.{name}": now for name, (now, was) in pairs.items() if now != was}
+        # the keys whose value differs; some are true by default
+        changed: dict[str, Any] = {}
+        for name in CHOSEN:
+            new, old = getattr(self.recipe.parallel, name), getattr(user_recipe.parallel, name)
+            is_default = name in SHARDS_ONLY and new is True and old is None
+            if new != old and not is_default:
+                changed[f"parallel.{name}"] = new
         if self.microbatch != user_recipe.device_train_microbatch_size:
             changed["device_train_microbatch_size"] = self.microbatch
-        plain = {True: "true", False: "false", None: "null"}
-        return [
-            f"{key}={plain[value] if value is None or isinstance(value, bool) else value}"
-            for key, value in changed.items()
-        ]
+
+        # as YAML
+        words = []
+        for key, value in changed.items():
+            if value is None:
+                value = "null"
+            elif isinstance(value, bool):
+                value = str(value).lower()
+            words.append(f"{key}={value}")
+        return words
 
 
 @dataclass(frozen=True)
@@ -178,16 +186,17 @@ def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
         most: number of layouts to return.
     """
     # lower bounds of all layouts
-    numbered = enumerate(_all(recipe, setting))
-    bounds = [(_bound(one, setting), number, one) for number, one in numbered]
+    candidates = [*_all(recipe, setting)]
+    bounds = [_bound(candidate, setting) for candidate in candidates]
 
-    # estimate the memory, in the order of the bounds
+    # estimate the memory, in the order of the bounds, until no bound is below the last of the best
     best: dict[Any, ParallelLayout] = {}
     nearest: ParallelLayout | None = None
     estimated = 0
-    for bound, _, candidate in sorted(bounds, key=lambda one: one[:2]):
-        worst = sorted(one.cost for one in best.values())[most - 1 :]
-        if worst and bound >= worst[0]:
+    for index in sorted(range(len(candidates)), key=bounds.__getitem__):
+        candidate, bound = candidates[index], bounds[index]
+        costs = sorted(layout.cost for layout in best.values())
+        if len(costs) >= most and bound >= costs[most - 1]:
             break
         kind = _kind(candidate)
         if kind in best and bound >= best[kind].cost:
@@ -199,10 +208,12 @@ def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
                 nearest = layout
         elif kind not in best or layout.cost < best[kind].cost:
             best[kind] = layout
+
     # count the memory traffic of the best exactly
-    chosen = sorted(best.values(), key=lambda one: one.cost)[:most]
-    ranked = sorted((_exactly(one, setting) for one in chosen), key=lambda one: one.cost)
-    return Ranking(ranked, nearest, len(bounds), estimated)
+    finalists = sorted(best.values(), key=lambda layout: layout.cost)[:most]
+    exact = [_exactly(layout, setting) for layout in finalists]
+    ranked = sorted(exact, key=lambda layout: layout.cost)
+    return Ranking(ranked, nearest, len(candidates), estimated)
 
 
 def _exactly(layout: ParallelLayout, setting: Cluster) -> ParallelLayout:
@@ -226,17 +237,20 @@ def _kind(recipe: ResolvedTrainRecipe) -> tuple[Any, ...]:
 
 def why(first: ParallelLayout, other: ParallelLayout) -> str:
     """Return a clause on why the first layout is better: the largest differences, and memory."""
+    # seconds that the first layout saves by component
     split, other_split = first.step.split(), other.step.split()
-    total = other.step.total - first.step.total
     saved = {
-        what: other_split.get(what, 0.0) - split.get(what, 0.0) for what in split | other_split
+        name: other_split.get(name, 0.0) - split.get(name, 0.0) for name in split | other_split
     }
-    matter = sorted(saved.items(), key=lambda one: -abs(one[1]))[:3]
-    clauses = [
-        f"{in_seconds(abs(seconds))} {'less' if seconds > 0 else 'more'} of {what}"
-        for what, seconds in matter
-        if abs(seconds) > max(0.1 * abs(total), 1e-4 * other.step.total)
-    ]
+
+    # the three largest ones, if they are a tenth of the total difference
+    total = other.step.total - first.step.total
+    least = max(0.1 * abs(total), 1e-4 * other.step.total)
+    clauses = []
+    for name, seconds in sorted(saved.items(), key=lambda item: -abs(item[1]))[:3]:
+        if abs(seconds) > least:
+            direction = "less" if seconds > 0 else "more"
+            clauses.append(f"{in_seconds(abs(seconds))} {direction} of {name}")
     if first.bytes < 0.95 * other.bytes:
         clauses.append(f"{(other.bytes - first.bytes) / GIB:.1f} GiB less memory")
     return ", ".join(clauses) or "nothing that matters"
@@ -245,6 +259,7 @@ def why(first: ParallelLayout, other: ParallelLayout) -> str:
 def _layout(
     recipe: ResolvedTrainRecipe, setting: Cluster, need: MemoryEstimate, *, roughly: bool = False
 ) -> ParallelLayout:
+    """Return the layout of a recipe whose degrees and microbatch size are numbers."""
     rows = recipe.device_train_microbatch_size
     assert isinstance(rows, int)
     step = step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=roughly)
@@ -261,27 +276,31 @@ def _written(recipe: ResolvedTrainRecipe, world: int, microbatch: int) -> Resolv
 def _all(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[ResolvedTrainRecipe]:
     """Yield each layout with each checkpointing, with the largest microbatch."""
     for degrees in layouts(recipe, setting):
+        # the recipe with these degrees
         parallel = _with(recipe.parallel, degrees)
         if any(limits(recipe.model, parallel, degrees)):
             continue
         rows = recipe.global_train_batch_size // degrees.data
-        one = dataclasses.replace(
+        base = dataclasses.replace(
             recipe, parallel=parallel, device_train_microbatch_size=min(rows, MOST_ROWS)
         )
-        keeps = [parallel.reshard_after_forward]
+        reshard_values = [parallel.reshard_after_forward]
         if parallel.reshard_after_forward:
-            keeps.append(False)
-        uncompiled = one.compile and one.cuts_within_blocks
-        is_auto = parallel.activation_compression == "auto"
-        for level in RECOMPUTED:
-            for reshard in keeps if not (uncompiled and level == "selective") else ():
-                again = with_level(one, level, "none" if is_auto else None)
-                again.parallel.reshard_after_forward = reshard
-                if level != "whole":
-                    again.parallel.activation_checkpointing_target = None
-                if level != "none":
-                    again.parallel.activation_memory_budget = None
-                yield again
+            reshard_values.append(False)
+        is_uncompiled = base.compile and base.cuts_within_blocks
+        compression = "none" if parallel.activation_compression == "auto" else None
+
+        # each checkpointing, without the settings that have no effect on it
+        for level, reshard in itertools.product(RECOMPUTED, reshard_values):
+            if is_uncompiled and level == "selective":
+                continue
+            candidate = with_level(base, level, compression)
+            candidate.parallel.reshard_after_forward = reshard
+            if level != "whole":
+                candidate.parallel.activation_checkpointing_target = None
+            if level != "none":
+                candidate.parallel.activation_memory_budget = None
+            yield candidate
 
 
 def _with(parallel: ResolvedParallelConfig, degrees: Degrees) -> ResolvedParallelConfig:
@@ -310,26 +329,27 @@ def layouts(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[Degrees]:
     """
     world, node = setting.gpus, min(setting.gpus, setting.reached.gpu.node)
     experts = math.gcd(recipe.model.ffn_config.moe_num_experts or 1, node)
-    most = 1 if experts > 1 else node  # tensor parallelism does not shard layers with experts
-    for tensor in divisors(math.gcd(world, most)):
+    most_tensor = 1 if experts > 1 else node  # tensor parallelism does not shard experts
+    for tensor in divisors(math.gcd(world, most_tensor)):
         for context in divisors(world // tensor):
             if context > 1 and recipe.max_seq_len / context < LEAST_TOKENS:
                 continue
-            rest = world // tensor // context
-            if recipe.global_train_batch_size % rest:
+            data = world // tensor // context  # ranks with different sequences
+            if recipe.global_train_batch_size % data:
                 continue
-            for shard in divisors(rest):
-                copy = shard * context * tensor
+            for shard in divisors(data):
+                copy = shard * context * tensor  # ranks that share one copy of the model
                 if not _is_even(copy, node, world):
                     continue
                 for expert in {1, math.gcd(experts, copy), math.gcd(experts // 2, copy) or 1}:
-                    yield Degrees(rest // shard, shard, context, tensor, expert)
+                    yield Degrees(data // shard, shard, context, tensor, expert)
 
 
 def _is_even(copy: int, node: int, world: int) -> bool:
     """Return whether a copy spans all ranks, part of a node, or 2^n nodes."""
-    nodes, rest = divmod(copy, node)
-    return copy == world or node % copy == 0 or (rest == 0 and nodes & (nodes - 1) == 0)
+    nodes, remainder = divmod(copy, node)
+    is_power_of_two = nodes & (nodes - 1) == 0
+    return copy == world or node % copy == 0 or (remainder == 0 and is_power_of_two)
 
 
 def _bound(recipe: ResolvedTrainRecipe, setting: Cluster) -> float:

@@ -81,13 +81,15 @@ class Speeds:
 
 def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
     """Return the achievable speeds of a GPU for a recipe, from the data sheet."""
-    newer = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
-    share, narrow = gpu.sustained * gpu.reached, FP32 if recipe.precision == "fp32" else 1.0
+    kernel_gain = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
+    precision_loss = FP32 if recipe.precision == "fp32" else 1.0
+    share = gpu.sustained * gpu.reached  # of the peak, in large matmuls
+    attention_share = min(0.75, kernel_gain * gpu.attention)
     return Speeds(
         gpu,
-        products=narrow * share * gpu.tflops * 1e12,
+        products=precision_loss * share * gpu.tflops * 1e12,
         fp8=FP8 * share * gpu.fp8_tflops * 1e12,
-        attention=narrow * min(0.75, newer * gpu.attention) * gpu.tflops * 1e12,
+        attention=precision_loss * attention_share * gpu.tflops * 1e12,
         memory=COPIES * gpu.memory_gb_s * 1e9,
     )
 
@@ -150,17 +152,20 @@ class StepSeconds:
 
 def step_line(step: StepSeconds) -> str:
     """Return one line with the seconds of a step and of its components, the longest first."""
-    split = sorted(step.split().items(), key=lambda part: -part[1])
-    named = ", ".join(f"{what} {in_seconds(n)}" for what, n in split if n >= 0.001 * step.total)
-    return f"about {in_seconds(step.total)}: {named}"
+    shortest = 0.001 * step.total  # shorter components are left out
+    components = sorted(step.split().items(), key=lambda item: -item[1])
+    texts = [f"{name} {in_seconds(spent)}" for name, spent in components if spent >= shortest]
+    return f"about {in_seconds(step.total)}: {', '.join(texts)}"
 
 
 def speed_line(step: StepSeconds, recipe: ResolvedTrainRecipe, gpus: int, gpu: Gpu) -> str:
     """Return one line with throughput, MFU and HFU."""
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / step.total
-    hfu = f", HFU {percent(step.hfu(gpu))}" if step.again_flops else ""
-    each = f"{tokens / gpus:,.0f} tokens/s a GPU, {short_count(tokens)} in all"
-    return f"{each}; MFU {percent(step.mfu(gpu))}{hfu}"
+    text = f"{tokens / gpus:,.0f} tokens/s a GPU, {short_count(tokens)} in all"
+    text += f"; MFU {percent(step.mfu(gpu))}"
+    if step.again_flops:  # without recomputation, HFU equals MFU
+        text += f", HFU {percent(step.hfu(gpu))}"
+    return text
 
 
 def in_seconds(seconds: float) -> str:
@@ -235,27 +240,30 @@ def step_seconds(
     """
     degrees, gpu = recipe.parallel.degrees(world_size), reached.gpu
     microbatches = recipe.global_train_batch_size / degrees.data / microbatch
-    traffic = [*(communication(recipe, world_size, microbatch, gpu.node) if sent is None else sent)]
+    if sent is None:
+        sent = communication(recipe, world_size, microbatch, gpu.node)
+    traffic = list(sent)
 
     # compute of all microbatches
     work = _work(recipe, degrees, microbatch, reached, roughly=roughly)
-    done = work.forward.plus(work.backward).plus(work.ends).times(microbatches)
+    passes = work.forward.plus(work.backward).plus(work.ends).times(microbatches)
     again = work.again.times(microbatches)
-    computed = done.total + again.total
+    computed = passes.total + again.total
 
     # overlapped communication within a node slows compute
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / world_size
-    inside = sum(each.sent - each.between for each in traffic if each.what not in WAITED_FOR)
-    beside = BESIDE * min(inside / (gpu.link_gb_s * 1e9), computed)
+    overlapped = [transfer for transfer in traffic if transfer.what not in WAITED_FOR]
+    within_node = sum(transfer.sent - transfer.between for transfer in overlapped)
+    beside = BESIDE * min(within_node / (gpu.link_gb_s * 1e9), computed)
     return StepSeconds(
-        products=done.products,
-        attention=done.attention,
-        memory=done.memory,
+        products=passes.products,
+        attention=passes.attention,
+        memory=passes.memory,
         again=again.total,
         optimizer=_optimizer(recipe, degrees, reached),
         waiting=_waiting(recipe, traffic, work, microbatches, gpu),
         beside=beside,
-        host=max(0.0, reached.launch * (done.launches + again.launches) - computed - beside),
+        host=max(0.0, reached.launch * (passes.launches + again.launches) - computed - beside),
         flops=tokens * flops_per_token(recipe.model, recipe.max_seq_len),
         again_flops=again.flops,
     )
@@ -283,12 +291,12 @@ def _work(
     forward, backward = moved["forward"], moved["backward"]
 
     # matmuls of the blocks
+    uses_fp8 = recipe.fp8_recipe is not None and reached.fp8 > 0
     for block, n in parts(model)[1:]:
-        first = [*products(block, model, degrees, tokens)]
-        back = [each for one in first for each in one.backward()]
-        narrow = recipe.fp8_recipe is not None and reached.fp8 > 0
-        forward = forward.plus(_multiplied(first, reached, narrow=narrow).times(n))
-        backward = backward.plus(_multiplied(back, reached, narrow=narrow).times(n))
+        matmuls = [*products(block, model, degrees, tokens)]
+        gradients = [gradient for matmul in matmuls for gradient in matmul.backward()]
+        forward = forward.plus(_multiplied(matmuls, reached, narrow=uses_fp8).times(n))
+        backward = backward.plus(_multiplied(gradients, reached, narrow=uses_fp8).times(n))
     attention = GpuTime()
     for layer in model.layers():
         attention = attention.plus(_attention(recipe, degrees, microbatch, layer.window, reached))
@@ -311,6 +319,7 @@ def _work(
 
 
 def _over(part: float, total: float) -> float:
+    """Return part / total; 0 if the total is 0."""
     return part / total if total else 0.0
 
 
@@ -319,51 +328,58 @@ def _moved(
 ) -> GpuTime:
     """Return the time of memory-bound operations: fused kernels if the recipe is compiled."""
     spent = GpuTime()
-    for one, n in passes:
-        moved = one.fixed.moved + rows * one.row.moved
-        launches = one.fixed.launches + rows * one.row.launches
+    for a_pass, n in passes:
+        fixed, row = a_pass.fixed, a_pass.row  # bytes and launches in all, and per sequence
+        moved = fixed.moved + rows * row.moved
+        launches = fixed.launches + rows * row.launches
         if recipe.compile:
-            moved = one.fixed.fused + rows * one.row.fused
-            launches = one.fixed.fused_launches + rows * one.row.fused_launches
+            moved = fixed.fused + rows * row.fused
+            launches = fixed.fused_launches + rows * row.fused_launches
         spent = spent.plus(GpuTime(memory=moved / reached.memory, launches=launches).times(n))
     return spent
 
 
 def _multiplied(matmuls: list[Matmul], reached: Speeds, *, narrow: bool = False) -> GpuTime:
     """Return the time of matmuls. `narrow`: dense layers use FP8, with both operands cast."""
-    seconds = cast = 0.0
-    for one in matmuls:
-        is_narrow = narrow and one.groups == 1
-        flops = reached.fp8 if is_narrow else reached.products
-        seconds += one.seconds(reached.gpu, flops=flops, moved=reached.memory)
-        cast += CAST * (one.rows + one.columns) * one.inner * is_narrow
-    flops = sum(one.flops for one in matmuls)
-    return GpuTime(products=seconds, memory=cast / reached.memory, flops=flops)
+    seconds = cast_bytes = 0.0
+    for matmul in matmuls:
+        is_fp8 = narrow and matmul.groups == 1
+        speed = reached.fp8 if is_fp8 else reached.products
+        seconds += matmul.seconds(reached.gpu, flops=speed, moved=reached.memory)
+        if is_fp8:
+            cast_bytes += CAST * (matmul.rows + matmul.columns) * matmul.inner
+    flops = sum(matmul.flops for matmul in matmuls)
+    return GpuTime(products=seconds, memory=cast_bytes / reached.memory, flops=flops)
 
 
 def _attention(
     recipe: ResolvedTrainRecipe, degrees: Degrees, microbatch: int, window: int, reached: Speeds
 ) -> GpuTime:
     """Return the forward time of one layer; a token attends to half a sequence, or its window."""
+    # FLOPs of one rank: two matmuls, of q k^T and of the weights with v
     model, length = recipe.model, recipe.max_seq_len
-    seen = length / 2 if window < 0 else min(length / 2, window + 1)
-    shared = degrees.tensor * degrees.context
-    flops = 4.0 * microbatch * length * seen * model.n_heads * model.head_dim / shared
+    mean_keys = length / 2 if window < 0 else min(length / 2, window + 1)
+    n_ranks = degrees.tensor * degrees.context
+    flops = 4.0 * microbatch * length * mean_keys * model.n_heads * model.head_dim / n_ranks
+
+    # small heads and short sequences are slower
     queries = length
     if context_method(model, recipe.parallel, degrees) == "all_gather":
-        queries = -(-length // degrees.context)
-    narrow = min(1.0, 0.5 + model.head_dim / 256)  # head_dim 64 reaches three quarters
-    ramp = queries / (queries + SHORT)  # short sequences are slower
-    return GpuTime(attention=flops / (reached.attention * ramp * narrow), flops=flops)
+        queries = math.ceil(length / degrees.context)
+    head_share = min(1.0, 0.5 + model.head_dim / 256)  # head_dim 64 reaches three quarters
+    length_share = queries / (queries + SHORT)
+    speed = reached.attention * length_share * head_share
+    return GpuTime(attention=flops / speed, flops=flops)
 
 
 def _optimizer(recipe: ResolvedTrainRecipe, degrees: Degrees, reached: Speeds) -> float:
     """Return the seconds of clipping and the update, from the bytes that both read and write."""
     width = 2 if recipe.precision == "bf16" else 4
-    moments = recipe.optimizer.moment_bytes(width)
+    state_bytes = recipe.optimizer.moment_bytes(width)
     values = shares(recipe.model, degrees).all.shard
-    # clipping: two reads and one write; update: weights and state read and written, gradients read
-    return values * (3 * width + 2 * (width + moments) + width) / reached.memory
+    clipping = 3 * width  # two reads and one write of gradients
+    update = 2 * (width + state_bytes) + width  # weights and state read and written, gradients read
+    return values * (clipping + update) / reached.memory
 
 
 def _waiting(
@@ -383,9 +399,11 @@ def _waiting(
     """
     # seconds of each collective per step
     took: defaultdict[str, float] = defaultdict(float)
-    for each in traffic:
-        kind = each.what if each.what in WAITED_FOR else f"{each.what} {each.kind}"
-        took[kind] += each.seconds(gpu)
+    for transfer in traffic:
+        kind = f"{transfer.what} {transfer.kind}"
+        if transfer.what in WAITED_FOR:
+            kind = transfer.what
+        took[kind] += transfer.seconds(gpu)
 
     # seconds of one block in one microbatch
     n, reshards = recipe.model.n_layers, recipe.parallel.reshard_after_forward is not False
@@ -408,9 +426,8 @@ def _waiting(
     gradients -= microbatches * left(backward, again)
     gradients += scatter * (microbatches if each_time else 1) + reduce
     waits = {what: took[what] for what in WAITED_FOR}
-    return {
-        k: v for k, v in (waits | {"weights": weights, "gradients": gradients}).items() if v > 0
-    }
+    waits |= {"weights": weights, "gradients": gradients}
+    return {what: seconds for what, seconds in waits.items() if seconds > 0}
 
 
 TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
@@ -480,9 +497,9 @@ def products(
             yield Matmul(tokens / degrees.tensor, outputs, inputs)
             continue
         if tensor_parallel_dim(name) == 0:
-            outputs = -(-outputs // degrees.tensor)
+            outputs = math.ceil(outputs / degrees.tensor)
         elif tensor_parallel_dim(name) == 1:
-            inputs = -(-inputs // degrees.tensor)
+            inputs = math.ceil(inputs / degrees.tensor)
         yield Matmul(tokens, outputs, inputs)
 
 
@@ -500,4 +517,4 @@ def _expert(
 
 def head(model: ResolvedModelConfig, degrees: Degrees, tokens: float) -> Matmul:
     """Return the matmul of the output head, tied or not."""
-    return Matmul(tokens, -(-model.vocab_size // degrees.tensor), model.d_model)
+    return Matmul(tokens, math.ceil(model.vocab_size / degrees.tensor), model.d_model)

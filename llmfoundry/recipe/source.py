@@ -238,11 +238,12 @@ class StreamConfig(SourceConfig):
 def under_key(key: str) -> Iterator[None]:
     """Replace `data` by `key` in the errors of code that reads a stream as if it were `data`."""
     names = "|".join(field.name for field in fields(SourceConfig))
-    ours = re.compile(rf"(?<![\w./-])data\.(?=(?:{names})\b)")
+    # `data.` before the name of a field, unless it is the end of a path or of another key
+    prefix = re.compile(rf"(?<![\w./-])data\.(?=(?:{names})\b)")
     try:
         yield
     except UserError as error:
-        error.problems = tuple(ours.sub(f"{key}.", problem) for problem in error.problems)
+        error.problems = tuple(prefix.sub(f"{key}.", problem) for problem in error.problems)
         error.args = ("\n".join(error.problems),)
         raise
 
@@ -259,8 +260,8 @@ SIGNATURES = (  # the first entry whose columns all exist is the format
     ("flan", ("inputs", "targets")),
     (TEXT, (TEXT,)),
 )
-_MOST_BYTES = 1 << 22  # of a file, that are looked at for its first row
-_MOST_FILES = 1000  # of a folder or a glob
+_MOST_BYTES = 1 << 22  # bytes of a file that are read for its first row
+_MOST_FILES = 1000  # files of a folder or a glob that are tried
 
 
 def columns_of_rows(paths: list[str]) -> list[str] | None:
@@ -285,8 +286,11 @@ def columns_of_rows(paths: list[str]) -> list[str] | None:
 
 def format_of(columns: list[str]) -> str | None:
     """Return the format of rows with these columns; None if no format matches."""
-    named = {*columns}
-    return next((name for name, needed in SIGNATURES if named.issuperset(needed)), None)
+    existing = {*columns}
+    for name, required in SIGNATURES:
+        if existing.issuperset(required):
+            return name
+    return None
 
 
 def is_hidden(name: str, *, is_folder: bool) -> bool:
@@ -317,34 +321,45 @@ def _hidden_parts(path: str) -> list[str]:
 
 
 def glob_matches(pattern: str) -> tuple[list[str], list[str]]:
-    """What matches a glob of this machine, sorted, and what is hidden of it."""
+    """Return the matches of a glob on this machine, sorted, and the hidden files and folders.
+
+    A match in a hidden folder is left out; the folder is in the second list.
+    """
     matches, hidden = list[str](), list[str]()
     for match in sorted(glob.glob(pattern, recursive=True)):
         slash = "/" if os.path.isdir(match) else ""
         part = hidden_part(match + slash, pattern.rstrip("/") + slash)
-        (hidden if part else matches).append(part or match)
+        if part:
+            hidden.append(part)
+        else:
+            matches.append(match)
     return matches, list(dict.fromkeys(hidden))
 
 
 def _files(name: str) -> Iterator[Path]:
-    """The files that an entry of `data.paths` names, sorted in each folder."""
+    """Yield the files of an entry of `data.paths`: a file, a folder or a glob; sorted by folder."""
     path = Path(os.path.expanduser(name))
-    is_there = os.path.lexists(path)
-    for one in [path] if is_there else map(Path, glob_matches(str(path))[0]):
-        if one.is_dir():
-            for here, folders, names in os.walk(one):
-                folders[:] = sorted(n for n in folders if not is_hidden(n, is_folder=True))
-                shown = (file for file in sorted(names) if not is_hidden(file, is_folder=False))
-                yield from (Path(here, file) for file in shown)
-        else:
-            yield one
+    paths = [path]
+    if not os.path.lexists(path):
+        matches, _ = glob_matches(str(path))
+        paths = [Path(match) for match in matches]
+    for file_or_folder in paths:
+        if not file_or_folder.is_dir():
+            yield file_or_folder
+            continue
+        for folder, subfolders, names in os.walk(file_or_folder):
+            # os.walk descends into the folders that are left in this list
+            subfolders[:] = sorted(n for n in subfolders if not is_hidden(n, is_folder=True))
+            for file in sorted(names):
+                if not is_hidden(file, is_folder=False):
+                    yield Path(folder, file)
 
 
 def _beginning(path: Path) -> str:
-    """The first characters of a file; nothing of a device or a pipe.
+    """Return the beginning of a file as text; empty for a device or a pipe.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         return ""
@@ -353,17 +368,19 @@ def _beginning(path: Path) -> str:
 
 
 def _of_json(path: Path) -> list[str]:
-    """Names in the first object of a .jsonl file, or of a .json file's list."""
+    """Return the keys of the first object in a .jsonl file, or in the list of a .json file."""
     text = _beginning(path).lstrip().removeprefix("[").lstrip()
     row, _ = json.JSONDecoder().raw_decode(text)
     return [*row] if isinstance(row, dict) else []
 
 
 def _of_csv(path: Path) -> list[str]:
+    """Return the first row of a .csv file, the names of its columns."""
     return next(csv.reader(io.StringIO(_beginning(path))), [])
 
 
 def _of_parquet(path: Path) -> list[str]:
+    """Return the names of the columns of a .parquet file."""
     from pyarrow.parquet import read_schema
 
     return list(read_schema(path).names) if stat.S_ISREG(os.stat(path).st_mode) else []

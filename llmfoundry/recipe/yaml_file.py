@@ -105,8 +105,9 @@ def _node(path: Path) -> yaml.Node | None:
         raise UserError(yaml_problem(error, path)) from error
 
 
-@functools.lru_cache(maxsize=64)  # values, defaults and lines are read one after the other
+@functools.lru_cache(maxsize=64)  # the same file is read for its values, defaults and lines
 def _compose(text: bytes) -> yaml.Node | None:
+    """Return the checked YAML tree of a text; None: the text is empty."""
     node = _Loader(text).get_single_node()
     if node is not None:
         _measure(node, {}, 0)
@@ -125,6 +126,7 @@ def _measure(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
         yaml.MarkedYAMLError: the node is too large or too deep, contains itself, or has a duplicate
             key, or a key or tag that recipes do not allow.
     """
+    # a node that an alias has repeated, and the checks of a new node
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
@@ -134,6 +136,8 @@ def _measure(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
         raise _error(node, f"is nested more than {DEEPEST} deep; flatten it")
     if node.tag not in _TAGS and node.tag != _MERGE:
         raise _error(node, f"tag {node.tag.replace('tag:yaml.org,2002:', '!!')} has no use here")
+
+    # add up the size of its value, items or pairs; None marks a node that is not finished
     sizes[id(node)] = None
     size = 1
     if isinstance(node, yaml.ScalarNode):
@@ -145,7 +149,7 @@ def _measure(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _error(key, "a key here is a list or a mapping; a key is a text")
-            if key.tag != _MERGE:  # which may repeat a key
+            if key.tag != _MERGE:  # a merge key `<<` may occur twice
                 key.tag = _STR
                 if key.value in seen:
                     raise _error(key, f"key '{key.value}' is given twice; remove one")
@@ -158,6 +162,7 @@ def _measure(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
 
 
 def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    """Return an error with the line of a node."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
@@ -180,5 +185,6 @@ def line_of(path: Path, key: str) -> int | None:
         matches = [(k, v) for k, v in node.value if k.value == part]
         if not matches:
             return None
-        line, node = matches[-1][0].start_mark.line + 1, matches[-1][1]  # after those merged by <<
+        key_node, node = matches[-1]  # keys that << merges come before the mapping's own keys
+        line = key_node.start_mark.line + 1
     return line

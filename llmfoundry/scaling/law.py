@@ -68,18 +68,22 @@ class Law:
 
     def flops_for(self, loss: float, cost: TokenCost) -> float:
         """Return the compute with which the best size reaches a loss; infinite: never."""
-        low, high = 0.0, 80.0  # bisection over log10 of the compute
         if loss <= self.e:
             return float("inf")
+        # bisection over log10 of the compute
+        low, high = 0.0, 80.0
         for _ in range(100):
             middle = (low + high) / 2
-            is_worse = self.best(10**middle, cost)[2] > loss
-            low, high = (middle, high) if is_worse else (low, middle)
+            _, _, best_loss = self.best(10**middle, cost)
+            if best_loss > loss:
+                low = middle
+            else:
+                high = middle
         return float(10**high)
 
     @property
     def has_optimum(self) -> bool:
-        """Whether the loss depends on both size and data, so that a best size exists."""
+        """Return whether the loss depends on both size and data, so that a best size exists."""
         return self.a > 0 and self.b > 0
 
     def best(self, flops: float, cost: TokenCost) -> tuple[float, float, float]:
@@ -101,15 +105,19 @@ class Law:
         fitted again. An alternative fits equally well if its error is within the scatter of the
         runs (an F ratio of 1), or within 1e-4 of the loss.
         """
-        x, y = (np.log(values) - np.mean(np.log(values)) for values in (n, d))
-        free = np.log([LEAST_EXPONENT, MOST_EXPONENT])
-        least = _squares(x, y, loss, [free, free])
-        limit = least + max(len(n) * _VISIBLE**2, least / max(1, len(n) - LEAST_POINTS))
+        # the largest error of a fit that counts as equally good
+        x, y = np.log(n) - np.mean(np.log(n)), np.log(d) - np.mean(np.log(d))
+        full_range = np.log([LEAST_EXPONENT, MOST_EXPONENT])
+        least = _squares(x, y, loss, [full_range, full_range])
+        scatter = least / max(1, len(n) - LEAST_POINTS)
+        limit = least + max(len(n) * _VISIBLE**2, scatter)
+
+        # fix one exponent at an alternative value, and fit the other constants
         alternatives = dict[str, float]()
         for index, key in enumerate(("alpha", "beta")):
             for factor in (_OTHERWISE, 1 / _OTHERWISE):
                 value = getattr(self, key) * factor
-                ranges = [free, free]
+                ranges = [full_range, full_range]
                 ranges[index] = np.log([value, value])
                 if _squares(x, y, loss, ranges) <= limit:
                     alternatives.setdefault(key, value)
@@ -153,14 +161,16 @@ class TokenCost:
 def fit_law(n: Array, d: Array, loss: Array) -> Law:
     """Fit a law by the Huber loss of log L, starting from a grid search."""
     # centered logarithms, so that coefficients have the scale of the loss
-    centers = float(np.mean(np.log(n))), float(np.mean(np.log(d)))
-    x, y = np.log(n) - centers[0], np.log(d) - centers[1]
+    n_center, d_center = float(np.mean(np.log(n))), float(np.mean(np.log(d)))
+    x, y = np.log(n) - n_center, np.log(d) - d_center
     coefficients, exponents = _search(x, y, loss)
     coefficients, exponents = _refine(x, y, loss, coefficients, exponents)
     coefficients[coefficients < _NEGLIGIBLE * loss.mean()] = 0.0
-    e, a, b = (float(one) for one in coefficients)
-    alpha, beta = (float(one) for one in exponents)
-    return Law(e, a * np.exp(alpha * centers[0]), b * np.exp(beta * centers[1]), alpha, beta)
+
+    # undo the centering
+    e, a, b = map(float, coefficients)
+    alpha, beta = map(float, exponents)
+    return Law(e, a * np.exp(alpha * n_center), b * np.exp(beta * d_center), alpha, beta)
 
 
 def determines_law(n: Array, d: Array) -> bool:
@@ -169,12 +179,19 @@ def determines_law(n: Array, d: Array) -> bool:
     The derivatives of the loss by the five constants must have full rank over the runs. Two sizes
     or two numbers of tokens are never enough, and neither are tokens proportional to the size.
     """
+    # derivatives by E, A, B, alpha and beta, at usual exponents
     x, y = np.log(n) - np.mean(np.log(n)), np.log(d) - np.mean(np.log(d))
-    size, data = np.exp(-_USUAL[0] * x), np.exp(-_USUAL[1] * y)
+    alpha, beta = _USUAL
+    size, data = np.exp(-alpha * x), np.exp(-beta * y)
     derivatives = np.stack([np.ones_like(x), size, data, x * size, y * data], axis=1)
+
+    # full rank: the smallest singular value is not negligible
     scaled = derivatives / np.maximum(np.linalg.norm(derivatives, axis=0), 1e-300)
-    singular = np.linalg.svd(scaled, compute_uv=False)
-    return len(singular) == LEAST_POINTS and bool(singular[-1] > _VISIBLE * singular[0])
+    singular_values = np.linalg.svd(scaled, compute_uv=False)
+    if len(singular_values) < LEAST_POINTS:
+        return False
+    largest, smallest = singular_values[0], singular_values[-1]
+    return bool(smallest > _VISIBLE * largest)
 
 
 def _squares(x: Array, y: Array, loss: Array, ranges: Sequence[Array]) -> float:
@@ -192,7 +209,7 @@ def _search(
     Args:
         x: centered logarithms of the sizes.
         y: centered logarithms of the tokens.
-        loss: of the runs.
+        loss: losses of the runs.
         ranges: limits of the logarithm of each exponent; None: the full range.
 
     Returns:
@@ -219,22 +236,27 @@ def _project(x: Array, y: Array, loss: Array, pairs: Array) -> tuple[Array, Arra
     Each of the seven subsets of nonzero coefficients is solved. The best solution without a
     negative coefficient is that of non-negative least squares (Lawson and Hanson, 1974).
     """
-    terms = [np.ones((len(pairs), len(x))), np.exp(-pairs[:, :1] * x), np.exp(-pairs[:, 1:] * y)]
+    # terms of E, A and B for each pair and run, (pairs, runs, 3)
+    alpha, beta = pairs[:, :1], pairs[:, 1:]
+    terms = [np.ones((len(pairs), len(x))), np.exp(-alpha * x), np.exp(-beta * y)]
     columns = np.stack(terms, axis=-1)
     columns /= loss[:, None]  # relative errors, which approximate those of log L
+
+    # least squares by QR for each subset; keep the best solution of each pair
     best = np.zeros((len(pairs), 3))
-    least = np.full(len(pairs), float(len(x)))  # error of the zero solution
+    least_errors = np.full(len(pairs), float(len(x)))  # errors of the zero solution
     for subset in _SUBSETS:
-        part = columns[..., subset]
-        q, r = np.linalg.qr(part)
+        subset_columns = columns[..., subset]
+        q, r = np.linalg.qr(subset_columns)
         r = r + 1e-13 * np.eye(len(subset))  # columns are equal if all runs have one size
-        solved = np.linalg.solve(r, q.sum(axis=1)[..., None])[..., 0]
-        errors = ((np.einsum("pij,pj->pi", part, solved) - 1) ** 2).sum(axis=1)
-        better = (solved >= 0).all(axis=1) & (errors < least)
-        least[better] = errors[better]
-        best[better] = 0.0
-        best[np.ix_(better, subset)] = solved[better]
-    return best, least
+        solutions = np.linalg.solve(r, q.sum(axis=1)[..., None])[..., 0]
+        predicted = np.einsum("pij,pj->pi", subset_columns, solutions)
+        errors = ((predicted - 1) ** 2).sum(axis=1)
+        is_better = (solutions >= 0).all(axis=1) & (errors < least_errors)
+        least_errors[is_better] = errors[is_better]
+        best[is_better] = 0.0
+        best[np.ix_(is_better, subset)] = solutions[is_better]
+    return best, least_errors
 
 
 def _refine(
@@ -245,21 +267,31 @@ def _refine(
     The Huber loss is a least-squares problem with weights min(1, delta / |r|), which are updated in
     each step (Holland and Welsch, 1977).
     """
-    used = np.flatnonzero(coefficients)
-    theta = np.log(np.concatenate([np.maximum(coefficients[used], 1e-300), exponents]))
+    # theta: logarithms of the nonzero coefficients, then of the exponents
+    nonzero = np.flatnonzero(coefficients)
+    theta = np.log(np.concatenate([np.maximum(coefficients[nonzero], 1e-300), exponents]))
+
+    def constants(theta: Array) -> tuple[Array, Array]:
+        """Return the coefficients E, A, B, and the exponents."""
+        all_coefficients = np.zeros(3)
+        all_coefficients[nonzero] = np.exp(theta[:-2])
+        return all_coefficients, np.exp(theta[-2:])
 
     def evaluate(theta: Array) -> tuple[Array, Array]:
-        full = np.zeros(3)
-        full[used] = np.exp(theta[:-2])
-        alpha, beta = np.exp(theta[-2:])
-        terms = full * np.stack([np.ones_like(x), np.exp(-alpha * x), np.exp(-beta * y)], axis=1)
+        """Return the residuals of log L, and their derivatives by theta."""
+        all_coefficients, (alpha, beta) = constants(theta)
+        powers = np.stack([np.ones_like(x), np.exp(-alpha * x), np.exp(-beta * y)], axis=1)
+        terms = all_coefficients * powers
         total = terms.sum(axis=1)
-        slopes = np.stack([-alpha * x * terms[:, 1], -beta * y * terms[:, 2]], axis=1)
-        jacobian = np.concatenate([terms[:, used], slopes], axis=1) / total[:, None]
+        _, size_term, data_term = terms.T
+        slopes = np.stack([-alpha * x * size_term, -beta * y * data_term], axis=1)
+        jacobian = np.concatenate([terms[:, nonzero], slopes], axis=1) / total[:, None]
         return np.log(total) - np.log(loss), jacobian
 
-    damping, (residuals, jacobian) = 1e-3, evaluate(theta)
+    damping = 1e-3
+    residuals, jacobian = evaluate(theta)
     for _ in range(_STEPS):
+        # a damped step, with exponents within their limits
         weights = np.minimum(1.0, DELTA / np.maximum(np.abs(residuals), 1e-300))
         gradient = jacobian.T @ (weights * residuals)
         curvature = jacobian.T @ (weights[:, None] * jacobian)
@@ -267,17 +299,18 @@ def _refine(
         step = np.linalg.solve(curvature + damping * scale, gradient)
         candidate = theta - np.clip(step, -1, 1)
         candidate[-2:] = np.clip(candidate[-2:], np.log(LEAST_EXPONENT), np.log(MOST_EXPONENT))
-        after = evaluate(candidate)
-        gain = huber(residuals) - huber(after[0])
+
+        # accept it if the loss does not grow; otherwise increase the damping
+        new_residuals, new_jacobian = evaluate(candidate)
+        gain = huber(residuals) - huber(new_residuals)
         if gain >= 0:
-            theta, (residuals, jacobian), damping = candidate, after, max(damping / 3, 1e-12)
+            theta, residuals, jacobian = candidate, new_residuals, new_jacobian
+            damping = max(damping / 3, 1e-12)
         else:
             damping *= 4
         if damping > 1e12 or (0 <= gain <= 1e-13 * huber(residuals)):
             break
-    full = np.zeros(3)
-    full[used] = np.exp(theta[:-2])
-    return full, np.exp(theta[-2:])
+    return constants(theta)
 
 
 def huber(residuals: Array) -> float:

@@ -24,7 +24,7 @@ class Point:
     """A finished or planned run. Unknown numbers are NaN.
 
     Attributes:
-        name: of its folder.
+        name: name of the run's folder.
         family: kind of model.
         parameters: N of the law.
         tokens: D of the law, tokens of training.
@@ -34,11 +34,11 @@ class Point:
         total: number of all parameters.
         active: parameters that a token uses.
         non_embedding: active parameters without embeddings.
-        width: of the model.
+        width: width of the model (d_model).
         lr: peak learning rate.
         batch_tokens: tokens per step.
-        seed: of the run.
-        seconds: of training and evaluation.
+        seed: seed of the run.
+        seconds: seconds of training and evaluation.
         target: tokens or FLOPs of the grid, which a whole number of steps approximates.
     """
 
@@ -94,29 +94,39 @@ def read_points(path: Path) -> list[Point]:
 
 
 def _point(row: Mapping[Any, Any], number: int) -> Point:
-    """Return the run of a row with N, D or C, and the loss; C = 6 N D if one is missing."""
-    known = {str(key).strip().lower(): value for key, value in row.items()}
-    names = ("parameters", "tokens", "flops", "loss")
-    numbers = {name: _positive(name, known[name]) for name in names if known.get(name)}
-    swept = {name: _positive(name, known.get(name) or "nan") for name in ("lr", "batch_tokens")}
+    """Return the run of a row with N, D or C, and the loss; C = 6 N D if one is missing.
+
+    Raises:
+        ValueError: a value is missing or is not a positive number.
+    """
+    # read the numbers
+    values = {str(key).strip().lower(): value for key, value in row.items()}
+    numbers = {}
+    for name in ("parameters", "tokens", "flops", "loss"):
+        if values.get(name):
+            numbers[name] = _positive(name, values[name])
+    lr = _positive("lr", values.get("lr") or "nan")
+    batch_tokens = _positive("batch_tokens", values.get("batch_tokens") or "nan")
     for name in ("loss", "parameters"):
         if name not in numbers:
             raise ValueError(f"{name}: is missing; name a column so")
     if not {"tokens", "flops"} & set(numbers):
         raise ValueError("tokens: is missing; name a column tokens, or flops of which 6 N are one")
+
+    # derive the missing one of tokens and FLOPs
     n = numbers["parameters"]
     tokens = numbers.get("tokens", numbers.get("flops", 0.0) / (6 * n))
     return Point(
-        name=str(known.get("name") or f"row {number}"),
-        family=str(known.get("family") or ""),
+        name=str(values.get("name") or f"row {number}"),
+        family=str(values.get("family") or ""),
         parameters=n,
         tokens=tokens,
         flops=numbers.get("flops", 6 * n * tokens),
         loss=numbers["loss"],
-        held_out=str(known.get("held_out")).strip().lower() in ("true", "1", "yes"),
-        lr=swept["lr"],
-        batch_tokens=swept["batch_tokens"],
-        target=_positive("target", known.get("target") or f"{tokens}"),
+        held_out=str(values.get("held_out")).strip().lower() in ("true", "1", "yes"),
+        lr=lr,
+        batch_tokens=batch_tokens,
+        target=_positive("target", values.get("target") or f"{tokens}"),
     )
 
 

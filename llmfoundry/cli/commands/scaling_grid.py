@@ -27,7 +27,7 @@ from llmfoundry.recipe.typed import as_written, flat
 from llmfoundry.scaling.points import Point
 
 MOST_WIDTH = 1 << 17
-COMPARED = ("tokenizer.", "data.", "eval.validation")
+_COMPARED = ("tokenizer.", "data.", "eval.validation")
 """Keys that must be equal in all families; otherwise their losses are not comparable."""
 
 
@@ -75,12 +75,13 @@ def grid(recipe: ScalingRecipe) -> list[GridPoint]:
     Raises:
         UserError: problems of the recipes of all points.
     """
-    # combinations of family, width and budget (tokens or FLOPs)
+    # combinations of family, width, budget (tokens or FLOPs) and whether it is held out
     bases = {family: base_of(recipe, family) for family in recipe.families or [""]}
     _refuse_unlike(bases)
-    budgets = [*itertools.product(recipe.sizes, recipe.tokens or recipe.compute)]
-    specs = [(family, width, budget, False) for family in bases for width, budget in budgets]
-    if held_out := recipe.held_out:
+    widths_budgets = [*itertools.product(recipe.sizes, recipe.tokens or recipe.compute)]
+    specs = [(family, width, budget, False) for family in bases for width, budget in widths_budgets]
+    held_out = recipe.held_out
+    if held_out:
         specs += [(family, held_out.size, held_out.tokens, True) for family in bases]
 
     # the model of each family and width
@@ -90,29 +91,33 @@ def grid(recipe: ScalingRecipe) -> list[GridPoint]:
             shapes[family, width] = shape_of(recipe, family, bases[family], width)
 
     def tokens_of(shape: ModelShape, budget: float, is_held_out: bool) -> float:
+        """Return the tokens of a budget, which is in FLOPs if the recipe has `compute`."""
         return budget if is_held_out or recipe.tokens else budget / shape.flops
 
     # anchor the rules of learning rate and batch size at the smallest fitted point
-    fitted = [(shapes[family, width], budget) for family, width, budget, out in specs if not out]
-    runs = [(shape, tokens_of(shape, budget, False)) for shape, budget in fitted]
-    _settle_rules(recipe, bases, runs)
+    fitted_runs = []
+    for family, width, budget, is_held_out in specs:
+        if not is_held_out:
+            shape = shapes[family, width]
+            fitted_runs.append((shape, tokens_of(shape, budget, is_held_out)))
+    _settle_rules(recipe, bases, fitted_runs)
 
-    # the points, with swept factors and seeds
+    # the points, with swept factors (of learning rate and batch size) and seeds
     points, problems = list[GridPoint](), dict[str, None]()
     for family, width, budget, is_held_out in specs:
         shape, factor_pairs = shapes[family, width], [(1.0, 1.0)]
         if not is_held_out:
             factor_pairs = [*itertools.product(recipe.lr_factors, recipe.batch_factors)]
+        tokens = tokens_of(shape, budget, is_held_out)
         for factors, seed in itertools.product(factor_pairs, recipe.seeds or [shape.recipe.seed]):
-            tokens = tokens_of(shape, budget, is_held_out)
             try:
-                one = point_of(recipe, shape, tokens, factors, seed)
+                grid_point = point_of(recipe, shape, tokens, factors, seed)
             except UserError as error:
                 problems |= dict.fromkeys(error.problems)
                 continue
-            point = replace(one.point, held_out=is_held_out, target=budget)
-            points.append(replace(one, point=point))
-    if len({one.point.name for one in points}) < len(points):
+            point = replace(grid_point.point, held_out=is_held_out, target=budget)
+            points.append(replace(grid_point, point=point))
+    if len({grid_point.point.name for grid_point in points}) < len(points):
         problems["tokens: two points are the same run; write values further apart"] = None
     if problems:
         raise UserError(*problems)
@@ -135,21 +140,23 @@ def base_of(recipe: ScalingRecipe, family: str) -> ResolvedTrainRecipe:
 
 def _words(recipe: ScalingRecipe, family: str) -> list[str]:
     """Return the overrides of a family before any rule."""
-    plugins = [f"plugins={as_list(recipe.plugins)}"] * bool(recipe.plugins)
-    return [*plugins, *recipe.overrides, *recipe.families.get(family, [])]
+    words = [*recipe.overrides, *recipe.families.get(family, [])]
+    if recipe.plugins:
+        words.insert(0, f"plugins={as_list(recipe.plugins)}")
+    return words
 
 
 def _refuse_unlike(bases: dict[str, ResolvedTrainRecipe]) -> None:
     """Check that all families have the same tokenizer and data; else losses are not comparable.
 
     Raises:
-        UserError: a key of COMPARED differs.
+        UserError: a key of _COMPARED differs.
     """
     settings = [(family, dict(flat(as_written(base)))) for family, base in bases.items()]
     (first_family, first), *others = settings
     for family, other in others:
         for key, value in other.items():
-            if key.startswith(COMPARED) and value != first.get(key):
+            if key.startswith(_COMPARED) and value != first.get(key):
                 raise UserError(
                     f"families.{family}: {key} is {value}, and {first_family}'s is"
                     f" {first.get(key)}: their losses do not compare; write one for both"
@@ -202,39 +209,61 @@ def shape_of(
 def _settle_rules(
     recipe: ScalingRecipe,
     bases: dict[str, ResolvedTrainRecipe],
-    aims: Sequence[tuple[ModelShape, float]],
+    runs: Sequence[tuple[ModelShape, float]],
 ) -> None:
     """Set the anchor of each power rule in place: the base's value, and where it applies.
 
     Args:
         recipe: its rules are changed.
         bases: recipe of each family; the first one has the values.
-        aims: shape and tokens of the fitted points; the smallest is the anchor.
+        runs: shape and tokens of the fitted points; the smallest is the anchor.
     """
     recipe.fill()
-    base = next(iter(bases.values()))
-    step = base.global_train_batch_size * base.max_seq_len
-    for rule, value in ((recipe.rules.lr, base.optimizer.lr), (recipe.rules.batch_tokens, step)):
+    rules, base = recipe.rules, next(iter(bases.values()))
+    tokens_per_step = base.global_train_batch_size * base.max_seq_len
+    for rule, value in ((rules.lr, base.optimizer.lr), (rules.batch_tokens, tokens_per_step)):
         rule.value = rule.value or float(value)
-        rule.at = rule.at or min(_quantity(rule, *aim) for aim in aims)
+        rule.at = rule.at or min(_quantity(rule, shape, tokens) for shape, tokens in runs)
 
 
 def _quantity(rule: PowerRule, shape: ModelShape, tokens: float) -> float:
     """Return the quantity that a rule depends on (`by`) for a shape and number of tokens."""
-    known = {"compute": shape.flops * tokens, "parameters": shape.counts["active"]}
-    return float((known | {"tokens": tokens, "width": shape.width})[rule.by])
+    quantities = {
+        "compute": shape.flops * tokens,
+        "parameters": shape.counts["active"],
+        "tokens": tokens,
+        "width": shape.width,
+    }
+    return float(quantities[rule.by])
 
 
 def point_of(
     recipe: ScalingRecipe, shape: ModelShape, tokens: float, factors: tuple[float, float], seed: int
 ) -> GridPoint:
-    """Return a run by the anchored rules, with tokens rounded to complete steps."""
+    """Return a run by the anchored rules, with tokens rounded to complete steps.
+
+    Args:
+        recipe: recipe of the grid, with anchored rules.
+        shape: model.
+        tokens: approximate number of training tokens.
+        factors: factors of the learning rate and of the batch size.
+        seed: seed of the run.
+
+    Raises:
+        UserError: the recipe of the run is not valid.
+    """
+    # batch size, steps and learning rate
     rules, length = recipe.rules, shape.recipe.max_seq_len
-    batch = rules.batch_tokens.number(_quantity(rules.batch_tokens, shape, tokens)) * factors[1]
-    rows = max(1, round(batch / length))
+    lr_factor, batch_factor = factors
+    batch_quantity = _quantity(rules.batch_tokens, shape, tokens)
+    batch_tokens = rules.batch_tokens.number(batch_quantity) * batch_factor
+    rows = max(1, round(batch_tokens / length))
     steps = max(1, round(tokens / (rows * length)))
-    lr = float(f"{rules.lr.number(_quantity(rules.lr, shape, tokens)) * factors[0]:.4g}")
+    exact_lr = rules.lr.number(_quantity(rules.lr, shape, tokens)) * lr_factor
+    lr = float(f"{exact_lr:.4g}")
     trained = steps * rows * length
+
+    # overrides, with a name that is also a folder
     name = ",".join(_name(recipe, shape, trained, lr, rows, seed))
     words = [
         *shape.words,
@@ -245,6 +274,8 @@ def point_of(
         f"run_name={re.sub(r'[^A-Za-z0-9._-]+', '-', name)}",
         f"save_folder={recipe.output}/points/{name}",
     ]
+
+    # the point
     point = Point(
         name=name,
         family=shape.family,

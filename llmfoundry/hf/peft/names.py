@@ -108,8 +108,9 @@ def peft_modules(
     if architecture == OWN:
         return []
     weights = MAPS[architecture]
-    modules = [p for rule, ours, theirs in layers(weights, config)
-             for p in _linear(rule, ours, theirs, config)]  # fmt: skip
+    modules: list[PeftModule] = []
+    for rule, ours, theirs in layers(weights, config):
+        modules += _linear(rule, ours, theirs, config)
     if weights.experts and is_mixture(config):
         names = weights.experts[0] if separate else weights.experts[-1]
         for block in range(config.n_layers):
@@ -120,7 +121,8 @@ def peft_modules(
 def _linear(
     rule: NameRule, ours: str, theirs: tuple[str, ...], config: ResolvedModelConfig
 ) -> Iterator[PeftModule]:
-    """Yield the linear modules or the embedding of a rule."""
+    """Yield the linear modules or the embedding of a rule; nothing for norms and positions."""
+    # the embedding
     if rule.ours in ("wte", "wpe"):
         if rule.ours == "wte":
             factor = config.d_model**-0.5 if rule.multiplied else 1.0
@@ -130,13 +132,16 @@ def _linear(
         return
     if "norm" in rule.ours or rule.ours.endswith("_ln"):
         return
+
+    # linear layers; three of them are the queries, keys and values of our fused Wqkv
     heights = [_height(ours, config)]
     if len(theirs) == 3:
         kv = config.attn_config.kv_n_heads * config.head_dim
         heights = [config.n_heads * config.head_dim, kv, kv]
     begin = 0
     for index, (name, rows) in enumerate(zip(theirs, heights, strict=True)):
-        order = _pairs(config) if rule.interleaved and index < 2 else None
+        is_rotated = index < 2  # queries and keys
+        order = _pairs(config) if rule.interleaved and is_rotated else None
         source = RowRange(ours, begin, begin + rows)
         yield PeftModule(module_name(name), "", rows, (source,), order=order)
         begin += rows
@@ -171,27 +176,37 @@ def _experts(
     names: ExpertNames, at: str, config: ResolvedModelConfig, architecture: str
 ) -> Iterator[PeftModule]:
     """Yield the router, the experts and the shared expert of a block."""
-    ffn, d = config.ffn_config, config.d_model
-    n, f = ffn.moe_num_experts or 0, ffn.ffn_hidden_size or 0
-    router = module_name(names.router)
-    is_linear = architecture in PLAIN_ROUTERS
-    yield PeftModule(router, "" if is_linear else "weight", n, (RowRange(f"{at}router", 0, n),))
-    w1, v1, w2 = (RowRange(f"{at}experts.{name}", 0, f) for name in ("w1", "v1", "w2"))
-    down = RowRange(w2.ours, 0, d)
+    # router
+    ffn, d_model = config.ffn_config, config.d_model
+    n_experts, hidden = ffn.moe_num_experts or 0, ffn.ffn_hidden_size or 0
+    parameter = "" if architecture in PLAIN_ROUTERS else "weight"
+    router = (RowRange(f"{at}router", 0, n_experts),)
+    yield PeftModule(module_name(names.router), parameter, n_experts, router)
+
+    # experts: gate and up projection in one parameter, or a module for each matrix and expert
+    gate = RowRange(f"{at}experts.w1", 0, hidden)
+    up = RowRange(f"{at}experts.v1", 0, hidden)
+    down = RowRange(f"{at}experts.w2", 0, d_model)
     if names.form == "joint":
-        both = (w1, RowRange(v1.ours, 0, f, at=f))
-        for name, rows, sources in ((names.gate, 2 * f, both), (names.down, d, (down,))):
+        gate_up = (gate, RowRange(up.ours, 0, hidden, at=hidden))
+        matrices = ((names.gate, 2 * hidden, gate_up), (names.down, d_model, (down,)))
+        for name, rows, sources in matrices:
             module, _, parameter = name.rpartition(".")
-            yield PeftModule(module, parameter, rows, sources, experts=n)
+            yield PeftModule(module, parameter, rows, sources, experts=n_experts)
     elif names.form == "each":
-        for name, source, rows in ((names.gate, w1, f), (names.up, v1, f), (names.down, down, d)):
-            yield PeftModule(module_name(name), "", rows, (source,), experts=n)
+        yield PeftModule(module_name(names.gate), "", hidden, (gate,), experts=n_experts)
+        yield PeftModule(module_name(names.up), "", hidden, (up,), experts=n_experts)
+        yield PeftModule(module_name(names.down), "", d_model, (down,), experts=n_experts)
+
+    # shared expert
     if names.shared and ffn.shared_expert_hidden_size:
         hidden = ffn.shared_expert_hidden_size
-        gate, up, out = (f"{at}shared.{name}_proj" for name in ("gate", "up", "down"))
-        both = (RowRange(gate, 0, hidden), RowRange(up, 0, hidden, at=hidden))
-        yield PeftModule(module_name(names.shared[0]), "", 2 * hidden, both)
-        yield PeftModule(module_name(names.shared[1]), "", d, (RowRange(out, 0, d),))
+        shared_gate = RowRange(f"{at}shared.gate_proj", 0, hidden)
+        shared_up = RowRange(f"{at}shared.up_proj", 0, hidden, at=hidden)
+        shared_down = RowRange(f"{at}shared.down_proj", 0, d_model)
+        gate_up_name, down_name = map(module_name, names.shared)
+        yield PeftModule(gate_up_name, "", 2 * hidden, (shared_gate, shared_up))
+        yield PeftModule(down_name, "", d_model, (shared_down,))
 
 
 def depth(parameter: str, parameters: Iterable[str]) -> int:
@@ -211,7 +226,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / CONFIG, instead="write a folder that peft saved")
 
 
-_NAME = re.compile(r"[\w.\-]*")
+_NAME = re.compile(r"[\w.\-]*")  # a plain name, not a regular expression
 
 
 def first_matches(patterns: Sequence[str], names: Sequence[str], *, file: str) -> dict[str, str]:
@@ -251,8 +266,12 @@ def ends(name: str) -> Iterator[str]:
 def _by_end(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Return the first pattern that is an end of each name, for patterns that are plain names."""
     order = {pattern: n for n, pattern in enumerate(patterns)}
-    matches = {name: [end for end in ends(name) if end in order] for name in names}
-    return {name: min(of_it, key=order.__getitem__) for name, of_it in matches.items() if of_it}
+    first_patterns = {}
+    for name in names:
+        matches = [end for end in ends(name) if end in order]
+        if matches:
+            first_patterns[name] = min(matches, key=order.__getitem__)
+    return first_patterns
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
@@ -261,9 +280,11 @@ def _expressions(config: Mapping[str, Any]) -> Iterator[str]:
              "alpha_pattern": r"(.*\.)?({})$", "modules_to_save": r"(^|.*\.){}($|\..*)",
              "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\."}  # fmt: skip
     for key, form in forms.items():
-        values = config.get(key)
-        if isinstance(values, list) and key in ("target_modules", "exclude_modules"):
+        patterns = config.get(key) or ()
+        if isinstance(patterns, list) and key in ("target_modules", "exclude_modules"):
             continue  # compared as names
-        for pattern in [values] if isinstance(values, str) else values or ():
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        for pattern in patterns:
             if isinstance(pattern, str) and not _NAME.fullmatch(pattern):
                 yield form.replace("{}", pattern)
