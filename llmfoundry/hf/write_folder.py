@@ -187,13 +187,17 @@ def _write_configs(
 
     If the model was trained here, the tokenizer's ids override those of `tokenizer.generation`.
     """
+    # config.json
     ids = tokenizer.ids
     settings = write_settings(config, name)
     dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
     # transformers before version 5 reads torch_dtype
     settings |= {"dtype": dtype_name, "torch_dtype": dtype_name, **ids}
-    settings |= {DOCUMENT_START: list(tokenizer.document_start)} if is_trained else {}
+    if is_trained:
+        settings[DOCUMENT_START] = list(tokenizer.document_start)
     write_json(folder / "config.json", settings, indent=2)
+
+    # generation_config.json; without a padding token, sequences are padded with the end token
     pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
     ids, inherited = {**ids, "pad_token_id": pad}, tokenizer.generation
     generation = {**inherited, **ids} if is_trained else {**ids, **inherited}
@@ -202,6 +206,7 @@ def _write_configs(
 
 
 def _one_or_list(ids: Sequence[int]) -> int | list[int]:
+    """Return a single id as a number, several ids as a list."""
     return list(ids) if len(ids) > 1 else ids[0]
 
 
@@ -295,6 +300,7 @@ class _Weights:
         self._note(folder, journal, written)
 
     def _note(self, folder: Path, journal: Journal, written: set[str]) -> None:
+        """Flush the files of some tensors to disk, then add the tensors to the journal."""
         for file in {self.files[name] for name in written}:
             sync(folder / file)
         journal.add(dict.fromkeys(sorted(written)))

@@ -234,14 +234,17 @@ def leaves_of(values: Any, place: Place = ()) -> Iterator[tuple[str, Place, Any]
 
 
 def _shown(place: Place) -> str:
+    """Return a path as in a file, such as `streams[0].name`."""
     return "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in place).lstrip(".")
 
 
 def _key(place: Place) -> str:
+    """Return a path as a dotted key, such as `streams.0.name`."""
     return ".".join(map(str, place))
 
 
 def _texts(values: Any) -> Iterator[str]:
+    """Return the strings and lists in nested values, as text."""
     return (str(value) for _, _, value in leaves_of(values) if isinstance(value, str | list))
 
 

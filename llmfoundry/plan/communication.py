@@ -110,11 +110,14 @@ def communication(
         traffic += tensor_parallel(recipe, degrees, rows, microbatches)
         traffic += context_parallel(recipe, degrees, rows, microbatches)
         traffic += expert_parallel(recipe, degrees, rows, microbatches)
-    return [
-        each._replace(between=round(each.sent * between_nodes(each, world_size, node)))
-        for each in traffic
-        if each.sent
-    ]
+
+    # the bytes of each that leave the node
+    result = []
+    for transfer in traffic:
+        if transfer.sent:
+            fraction = between_nodes(transfer, world_size, node)
+            result.append(transfer._replace(between=round(transfer.sent * fraction)))
+    return result
 
 
 def between_nodes(traffic: CollectiveTraffic, world_size: int, node: int) -> float:
@@ -133,11 +136,11 @@ def _leaving(p: int, apart: int, at_once: bool, world_size: int, node: int) -> f
     for first in range(0, world_size, p * apart):
         for offset in range(apart):
             ranks = range(first + offset, first + offset + p * apart, apart)
-            here = Counter(rank // node for rank in ranks)
-            if at_once:
-                crossing += p - sum(n * (n - 1) for n in here.values()) / (p - 1)
-            elif len(here) > 1:
-                crossing += len(here)
+            ranks_by_node = Counter(rank // node for rank in ranks)
+            if at_once:  # a rank sends to all ranks of other nodes
+                crossing += p - sum(n * (n - 1) for n in ranks_by_node.values()) / (p - 1)
+            elif len(ranks_by_node) > 1:  # a ring: one rank per node sends to the next node
+                crossing += len(ranks_by_node)
     return crossing / world_size
 
 
@@ -271,19 +274,20 @@ def context_parallel(
     again = recomputation(recipe.parallel.activation_checkpointing)
     kv_heads, width = model.attn_config.kv_n_heads, model.head_dim
     heads, kv = model.n_heads // degrees.tensor, kv_heads // degrees.tensor
-    makers = sum(layer.kv_from == i for i, layer in enumerate(model.layers()))
+    # layers that compute keys and values; others reuse those of an earlier layer
+    kv_layers = sum(layer.kv_from == i for i, layer in enumerate(model.layers()))
     tokens = rows * tokens_of_row(recipe, degrees)
     if context_method(model, recipe.parallel, degrees) == "ulysses":
-        each = 2 * heads * model.n_layers + 2 * math.lcm(kv, p) * makers
-        values = (p - 1) * tokens * each * width // p
+        exchanged_heads = 2 * heads * model.n_layers + 2 * math.lcm(kv, p) * kv_layers
+        values = (p - 1) * tokens * exchanged_heads * width // p
         passes = 3 if again == "whole" else 2
         sent, calls = passes * _low(recipe) * values, 4 * passes * microbatches * model.n_layers
         yield CollectiveTraffic("heads", "all_to_all", p, degrees.tensor, sent, calls=calls)
     else:
-        values = (p - 1) * tokens * 2 * kv * width * makers
+        values = (p - 1) * tokens * 2 * kv * width * kv_layers
         passes = 1 if again == "none" else 2
         values *= _low(recipe)
-        what, calls = "keys and values", 2 * microbatches * makers
+        what, calls = "keys and values", 2 * microbatches * kv_layers
         sent = passes * values
         yield CollectiveTraffic(what, "all_gather", p, degrees.tensor, sent, calls=passes * calls)
         yield CollectiveTraffic(what, "reduce_scatter", p, degrees.tensor, values, calls=calls)

@@ -88,12 +88,22 @@ class FamilyFit:
 
     def as_json(self) -> dict[str, Any]:
         """Return constants, residuals, and the frontier up to ten times the fitted compute."""
+        # the frontier: best size, tokens and loss for 41 budgets, if there is an optimum
         law, least = self.law, min(point.flops for point in self.points)
-        budgets = np.geomspace(least, 10 * self.most_flops, 41 * law.has_optimum)
+        n_budgets = 41 if law.has_optimum else 0
+        frontier = []
+        for flops in map(float, np.geomspace(least, 10 * self.most_flops, n_budgets)):
+            parameters, tokens, loss = law.best(flops, self.cost)
+            frontier.append(
+                {"flops": flops, "parameters": parameters, "tokens": tokens, "loss": loss}
+            )
+
+        # relative errors of the fit
         residuals = {
             point.name: point.loss / float(law.loss(point.parameters, point.tokens)) - 1
             for point in self.points
         }
+        squares = [residual**2 for residual in residuals.values()]
         measured = _columns(self.points, "parameters", "tokens", "loss")
 
         # numbers with intervals: the constants of the law, and the exponent of the best size
@@ -109,14 +119,10 @@ class FamilyFit:
             "at_edge": law.at_edge,
             "uncertain": law.uncertain(*measured),
             "flops_per_token": asdict(self.cost),
-            "rms_residual": math.sqrt(
-                sum(value**2 for value in residuals.values()) / len(residuals)),
+            "rms_residual": math.sqrt(sum(squares) / len(squares)),
             "residuals": residuals,
-            "frontier": [
-                dict(zip(("flops", "parameters", "tokens", "loss"), (c, *law.best(c, self.cost)),
-                         strict=True)) for c in map(float, budgets)
-            ],
-        }  # fmt: skip
+            "frontier": frontier,
+        }
 
 
 def interval(values: Sequence[float], estimate: float) -> list[float] | None:
@@ -147,42 +153,43 @@ def fit_families(points: Sequence[Point], rounds: int, *, key: str = "sizes") ->
     for family in by_family(points):
         runs = fitted_runs.get(family, [])
         n, d, loss, flops = _columns(runs, "parameters", "tokens", "loss", "flops")
-        of = f" of {family}" if family else ""
-        refuse_few([*zip(n, d, strict=True)], f"{key}: the runs{of} with a finite loss")
+        subject = f"{key}: the runs of {family}" if family else f"{key}: the runs"
+        refuse_few([*zip(n, d, strict=True)], f"{subject} with a finite loss")
         laws = bootstrap(n, d, loss, rounds=rounds)
-        fits.append(
-            FamilyFit(family, runs, fit_law(n, d, loss), laws, TokenCost.counted(n, flops / d))
-        )
+        cost = TokenCost.counted(n, flops / d)
+        fits.append(FamilyFit(family, runs, fit_law(n, d, loss), laws, cost))
     return fits
 
 
-def refuse_few(places: Sequence[tuple[float, float]], what: str) -> None:
+def refuse_few(sizes_tokens: Sequence[tuple[float, float]], what: str) -> None:
     """Reject runs that do not determine all constants of the law.
 
     Args:
-        places: (size, tokens) of each run.
+        sizes_tokens: (size, tokens) of each run.
         what: beginning of the error message.
 
     Raises:
         UserError: other constants would give the same losses.
     """
-    n, d = np.array([*places], dtype=float).reshape(-1, 2).T
-    if len(places) and determines_law(n, d):
+    n, d = np.array([*sizes_tokens], dtype=float).reshape(-1, 2).T
+    if len(sizes_tokens) and determines_law(n, d):
         return
     counts = f"{_counted({*n}, 'size')}, {_counted({*d}, 'number')} of tokens"
     raise UserError(
-        f"{what} have {counts} and {_counted({*places}, 'pair')} of these, which do not"
+        f"{what} have {counts} and {_counted({*sizes_tokens}, 'pair')} of these, which do not"
         f" determine the law's {LEAST_POINTS} constants; write three sizes and three numbers of"
         " tokens or more, each clearly apart from the next, with every size at more than one"
         " number of tokens"
     )
 
 
-def _counted(values: Collection[Any], name: str) -> str:
-    return f"{len(values)} {name}{'s' * (len(values) != 1)}"
+def _counted(values: Collection[Any], noun: str) -> str:
+    """Return the number of values with a noun, such as `1 size` or `3 sizes`."""
+    return f"1 {noun}" if len(values) == 1 else f"{len(values)} {noun}s"
 
 
 def _columns(points: Sequence[Point], *names: str) -> list[Array]:
+    """Return an array of each attribute of the points."""
     return [np.array([getattr(point, name) for point in points], dtype=float) for name in names]
 
 
@@ -199,19 +206,29 @@ def gains(fits: Sequence[FamilyFit]) -> list[dict[str, Any]]:
         def gain(
             first_law: Law, other_law: Law, other: FamilyFit = other, flops: float = flops
         ) -> float:
-            loss = first_law.best(flops, first.cost)[2]
-            is_known = math.isfinite(loss) and other_law.has_optimum
-            return flops / other_law.flops_for(loss, other.cost) if is_known else math.nan
+            """Return the ratio of compute for the same loss; NaN if it is not determined."""
+            _, _, loss = first_law.best(flops, first.cost)
+            if not math.isfinite(loss) or not other_law.has_optimum:
+                return math.nan
+            return flops / other_law.flops_for(loss, other.cost)
 
-        values = {"flops": flops, "loss": first.law.best(flops, first.cost)[2]}
-        values |= {"gain": gain(first.law, other.law)}
+        # the gain of the best fits, and its interval over the bootstrapped laws
+        best_gain = gain(first.law, other.law)
         pairs = zip(first.laws, other.laws, strict=True)
-        ends = interval(
-            [gain(first_law, other_law) for first_law, other_law in pairs], values["gain"]
-        )
-        if math.isfinite(values["gain"]):
-            names = {"family": other.family, "over": first.family}
-            results.append({**names, **values, "interval": ends})
+        bootstrapped_gains = [gain(first_law, other_law) for first_law, other_law in pairs]
+        ends = interval(bootstrapped_gains, best_gain)
+        if math.isfinite(best_gain):
+            _, _, loss = first.law.best(flops, first.cost)
+            results.append(
+                {
+                    "family": other.family,
+                    "over": first.family,
+                    "flops": flops,
+                    "loss": loss,
+                    "gain": best_gain,
+                    "interval": ends,
+                }
+            )
     return results
 
 
@@ -228,31 +245,38 @@ def trends(points: Sequence[Point]) -> list[dict[str, Any]]:
             # best value of the setting for each size and number of tokens
             best = []
             for cell in cells(run for run in runs if math.isfinite(run.loss)).values():
-                lowest = min(cell, key=lambda run: run.loss)
-                alike = [run for run in cell if getattr(run, other) == getattr(lowest, other)]
-                if len({getattr(run, key) for run in alike}) >= 3:
-                    best.append(_lowest(alike, key))
+                best_run = min(cell, key=lambda run: run.loss)
+                same_other = [r for r in cell if getattr(r, other) == getattr(best_run, other)]
+                if len({getattr(run, key) for run in same_other}) >= 3:
+                    best.append(_lowest(same_other, key))
+            if not best:
+                continue
 
-            # power law of the best value over compute
-            inside = [one for one in best if not one["at_end"]]
+            # power law of the best value over compute, if there are two different budgets
+            inside = [value for value in best if not value["at_end"]]
             trend: dict[str, Any] = {"key": key, "family": family, "best": best}
-            if len({round(math.log(one["flops"]), 2) for one in inside}) >= 2:
-                c, v = (np.log([one[name] for one in inside]) for name in ("flops", "best"))
-                trend["exponent"] = float(np.polyfit(c, v, 1)[0])
-            results += [trend] * bool(best)
+            if len({round(math.log(value["flops"]), 2) for value in inside}) >= 2:
+                log_flops = np.log([value["flops"] for value in inside])
+                log_best = np.log([value["best"] for value in inside])
+                slope, _ = np.polyfit(log_flops, log_best, 1)
+                trend["exponent"] = float(slope)
+            results.append(trend)
     return results
 
 
 def _lowest(cell: Sequence[Point], key: str) -> dict[str, Any]:
     """Return the best value of a setting by a parabola of the loss over its logarithm."""
-    x, loss, flops = _columns(cell, key, "loss", "flops")
-    x = np.log(x)
-    curve, slope, _ = np.polyfit(x - x.mean(), loss, 2)
-    at_end = curve <= 0 or not x.min() < x.mean() - slope / (2 * curve) < x.max()
-    minimum = x[np.argmin(loss)] if at_end else x.mean() - slope / (2 * curve)
-    best = {"flops": float(flops.mean()), "best": float(np.exp(minimum)), "at_end": bool(at_end)}
+    values, loss, flops = _columns(cell, key, "loss", "flops")
+    x = np.log(values)
+    curvature, slope, _ = np.polyfit(x - x.mean(), loss, 2)
+
+    # the vertex; or the best run, if the parabola has no minimum within the range
+    at_end = curvature <= 0 or not x.min() < x.mean() - slope / (2 * curvature) < x.max()
+    minimum = x[np.argmin(loss)] if at_end else x.mean() - slope / (2 * curvature)
     return {
-        **best,
+        "flops": float(flops.mean()),
+        "best": float(np.exp(minimum)),
+        "at_end": bool(at_end),
         "losses": {f"{math.exp(a):.4g}": float(b) for a, b in zip(x, loss, strict=True)},
     }
 

@@ -45,61 +45,62 @@ _TRIES = 12  # iterations that search the FLOPs of a budget in hours
 _CLOSE = 0.01  # relative tolerance of these hours
 
 
-def scaling(written: ScalingRecipe) -> None:
+def scaling(user_recipe: ScalingRecipe) -> None:
     """Run all points that are not finished; write scaling.json, points.csv and scaling.html.
 
     Raises:
         UserError: the recipe of a point differs from that in its folder, or no law can be fitted.
         RunFailure: runs failed; the same command resumes them.
     """
-    recipe, console = copy.deepcopy(written), Console()
+    recipe, console = copy.deepcopy(user_recipe), Console()
     recipe.fill()
     if recipe.fit is not None:
         return report(recipe, read_points(find_file(recipe.fit, "fit")), {}, console)
-    made = grid(recipe)
+    grid_points = grid(recipe)
     with one_at_a_time(
         Path(recipe.output).expanduser() / "scaling.lock",
         key="output",
         busy="another process is at work there; wait, or write another",
         instead="write another folder",
     ):
-        refuse_changed(made)
-        print_plan(recipe, made, console)
-        tests = _run(recipe, made, console)
-        report(recipe, [with_result(one) for one in made], tests, console)
+        refuse_changed(grid_points)
+        print_plan(recipe, grid_points, console)
+        tests = _run(recipe, grid_points, console)
+        report(recipe, [with_result(point) for point in grid_points], tests, console)
 
 
-def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> None:
+def print_plan(recipe: ScalingRecipe, grid_points: Sequence[GridPoint], console: Console) -> None:
     """Print a table of all points before any runs, and the total cost of the remaining ones.
 
     Raises:
         UserError: there are too few points for a law, or one does not fit on the hardware.
     """
-    points = [with_result(one) for one in made]
+    # there must be enough points for a law
+    points = [with_result(grid_point) for grid_point in grid_points]
     for family, runs in by_family([point for point in points if not point.held_out]).items():
         refuse_few([(run.parameters, run.tokens) for run in runs], f"sizes: {family or 'its'} runs")
 
     # the table; FLOPs and seconds of points that are not finished
     rows, flops, seconds = [], list[float](), list[float | None]()
-    for one, point in zip(made, points, strict=True):
-        takes = _seconds(recipe, one, points)
-        state = "begun" if (one.folder / "recipe.yaml").exists() else ""
-        if is_done(one.folder):
+    for grid_point, point in zip(grid_points, points, strict=True):
+        point_seconds = _seconds(recipe, grid_point, points)
+        state = "begun" if (grid_point.folder / "recipe.yaml").exists() else ""
+        if is_done(grid_point.folder):
             state = "done"
         else:
             flops.append(point.flops)
-            seconds.append(takes)
+            seconds.append(point_seconds)
         counts = (point.total, point.active, point.non_embedding, point.tokens)
         rows.append(
             [
-                point.name + " (held out)" * point.held_out,
+                f"{point.name} (held out)" if point.held_out else point.name,
                 *map(short_count, counts),
                 f"{point.tokens / point.parameters:.3g}",
                 short_count(point.batch_tokens),
                 f"{point.tokens / point.batch_tokens:,.0f}",
                 f"{point.lr:.3g}",
                 f"{point.flops:.3g}",
-                "" if takes is None else duration(takes),
+                "" if point_seconds is None else duration(point_seconds),
                 state,
             ]
         )
@@ -108,13 +109,13 @@ def print_plan(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Consol
     console.table("\n".join(columns(head, rows, left=(0, 11))))
 
     # totals
-    text = f"to run: {len(flops)} of {len(made)} runs, {sum(flops):.3g} FLOPs"
-    known = [each for each in seconds if each is not None]
-    if len(known) < len(seconds):
+    text = f"to run: {len(flops)} of {len(grid_points)} runs, {sum(flops):.3g} FLOPs"
+    known_seconds = [value for value in seconds if value is not None]
+    if len(known_seconds) < len(seconds):
         text += "; of unknown time: write flops_per_second, or hardware"
-    elif known:
+    elif known_seconds:
         n_concurrent = 1 if recipe.hardware else recipe.workers or 1
-        text += f", about {_cost(recipe, sum(known) / n_concurrent)}"
+        text += f", about {_cost(recipe, sum(known_seconds) / n_concurrent)}"
     console.note(text)
 
 
@@ -175,17 +176,22 @@ def _planned(recipe: ScalingRecipe, one: GridPoint) -> float | None:
     return costs(layout, user_recipe, setting).seconds
 
 
-def _run(recipe: ScalingRecipe, made: Sequence[GridPoint], console: Console) -> dict[str, Any]:
+def _run(
+    recipe: ScalingRecipe, grid_points: Sequence[GridPoint], console: Console
+) -> dict[str, Any]:
     """Run all points; held-out points run last, after the predictions of their loss are written.
 
     Returns:
         The predictions by family.
     """
-    run_all(recipe, [one for one in made if not one.point.held_out], console)
-    held_out = {one.point.family: one for one in made if one.point.held_out}
+    # the runs to fit
+    run_all(recipe, [one for one in grid_points if not one.point.held_out], console)
+    held_out = {one.point.family: one for one in grid_points if one.point.held_out}
     if not held_out:
         return {}
-    fits = fit_families([with_result(one) for one in made], recipe.bootstrap)
+
+    # predict the held-out runs, then run them
+    fits = fit_families([with_result(one) for one in grid_points], recipe.bootstrap)
     tests = predicted(fits, held_out, Path(recipe.output).expanduser() / PREDICTED)
     for family, test in tests.items():
         low, high = test["interval"] or (math.nan, math.nan)

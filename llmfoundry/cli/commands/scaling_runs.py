@@ -41,8 +41,9 @@ from llmfoundry.scaling.points import Point
 FINAL = ("model", "tokenizer", "eval")
 """Sections in NOT_LEARNT on which the loss of a point depends nevertheless."""
 QUEUES = ("slurm", "kubernetes")  # targets that queue any number of jobs
-_LOOK_S, _ASK_S = 0.2, 5.0  # intervals of checking all runs, and of querying a run's target
-_SILENT_S = 600.0  # after this time without a state from the target, a run counts as failed
+_LOOK_S = 0.2  # seconds between two polls of all runs
+_ASK_S = 5.0  # seconds between two queries of a run's target
+_SILENT_S = 600.0  # seconds without an answer of the target, after which a run counts as failed
 
 
 def read(folder: Path) -> ComparedRun | None:
@@ -123,20 +124,20 @@ class LaunchedRun:
     """Run on a target, or in a process that another command started."""
 
     folder: Path
-    asked: float = -math.inf  # time of the last query
-    heard: float = field(default_factory=time.monotonic)  # time of the last known state
+    queried_at: float = -math.inf
+    answered_at: float = field(default_factory=time.monotonic)  # the last time of a known state
 
     def ended(self) -> str | None:
         """Describe how the run ended; None while it runs, or its state is briefly unknown."""
         now = time.monotonic()
-        if now - self.asked < _ASK_S:
+        if now - self.queried_at < _ASK_S:
             return None
-        self.asked = now
+        self.queried_at = now
         run = api.state_of(self.folder)
         if run.state in UNDER_WAY:
-            self.heard = now
+            self.answered_at = now
             return None
-        if run.state == NOT_KNOWN and now - self.heard < _SILENT_S:
+        if run.state == NOT_KNOWN and now - self.answered_at < _SILENT_S:
             return None
         advice = ""
         if run.state == NOT_KNOWN:
@@ -155,7 +156,7 @@ def run_all(recipe: ScalingRecipe, grid_points: Sequence[GridPoint], console: Co
         RunFailure: some runs failed; all others were run nevertheless.
     """
     # points to run; some may be running already
-    unfinished = {one.point.name: one for one in grid_points if not is_done(one.folder)}
+    unfinished = {point.point.name: point for point in grid_points if not is_done(point.folder)}
     running: dict[str, RunProcess | LaunchedRun] = {}
     for name, grid_point in unfinished.items():
         if _is_under_way(grid_point.folder):
@@ -172,11 +173,13 @@ def run_all(recipe: ScalingRecipe, grid_points: Sequence[GridPoint], console: Co
                 name = waiting.pop(0)
                 running[name] = _start(recipe, unfinished[name])
             for name, run in list(running.items()):
-                if (ending := run.ended()) is not None:
-                    del running[name]
-                    failures += _failure(unfinished[name], ending, console)
-                    n_done = len(unfinished) - len(waiting) - len(running)
-                    console.note(f"{n_done} of {len(unfinished)} runs")
+                ending = run.ended()
+                if ending is None:
+                    continue
+                del running[name]
+                failures += _failure(unfinished[name], ending, console)
+                n_done = len(unfinished) - len(waiting) - len(running)
+                console.note(f"{n_done} of {len(unfinished)} runs")
             time.sleep(_LOOK_S)
     finally:
         _leave(running, console)
@@ -217,7 +220,8 @@ def _launch(recipe: ScalingRecipe, grid_point: GridPoint) -> LaunchedRun:
     launch_recipe = checked(LaunchRecipe, recipe.base, words)
     assert recipe.launch is not None
     launch_recipe.launch = copy.deepcopy(recipe.launch)
-    if problems := [*launch_recipe.check()]:
+    problems = [*launch_recipe.check()]
+    if problems:
         raise UserError(*problems)
     job = make_job(launch_recipe, given=str(recipe.base), overrides=grid_point.words)
     submit(replace(job, folder=grid_point.folder))

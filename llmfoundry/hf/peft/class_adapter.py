@@ -79,6 +79,7 @@ def peft_config(model: HFCausalLM, config: ResolvedAdapterConfig) -> Any:
         UserError: peft is not installed, a name matches nothing, or peft does not support the
             adapter.
     """
+    # all layers that may be adapted, and those that the recipe selects
     peft = import_peft()
     targets = find_hf_targets(model)
     every = [*targets.linear, *targets.routers, *targets.stacks]
@@ -88,17 +89,20 @@ def peft_config(model: HFCausalLM, config: ResolvedAdapterConfig) -> Any:
     else:
         patterns = config.target_modules or []
         selected = select([patterns] if isinstance(patterns, str) else patterns, every, _KEY)
-    left = set(select(config.exclude_modules, every, "adapter.exclude_modules"))
-    selected = [name for name in selected if name not in left]
+    excluded = set(select(config.exclude_modules, every, "adapter.exclude_modules"))
+    selected = [name for name in selected if name not in excluded]
     if not selected:
         raise UserError(f"{_KEY}: exclude_modules leaves nothing of it; remove some of its names")
+
+    # stacked experts are parameters for peft, all other layers are modules
     stacks = [name for name in selected if name in targets.stacks]
-    _check(model, config, [n for n in selected if n not in stacks], stacks)
+    modules = [name for name in selected if name not in stacks]
+    _check(model, config, modules, stacks)
     return peft.LoraConfig(
         r=config.r,
-        lora_alpha=config.lora_alpha,  # a fraction serves as well
+        lora_alpha=config.lora_alpha,  # peft declares an int, but accepts a float
         lora_dropout=config.lora_dropout or 0.0,
-        target_modules=[name for name in selected if name not in stacks],
+        target_modules=modules,
         target_parameters=stacks or None,
         use_rslora=bool(config.use_rslora),
         use_dora=bool(config.use_dora),
@@ -194,9 +198,10 @@ def init_peft(model: nn.Module, seed: int, init: str) -> None:
 
 def peft_name(name: str) -> str:
     """Return the name of one of our parameters in peft's file."""
-    return "base_model.model." + name.removeprefix("hf.").replace(f".{_NAME}.", ".").removesuffix(
-        f".{_NAME}"
-    ).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    # without our prefix and the name of the adapter
+    name = name.removeprefix("hf.").replace(f".{_NAME}.", ".").removesuffix(f".{_NAME}")
+    name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    return f"base_model.model.{name}"
 
 
 def merge_peft(model: HFCausalLM) -> None:
@@ -238,6 +243,7 @@ def merge_folder(hf: Any, folder: Path) -> Any:
 
 
 def _check_layers_kept(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise a UserError for an adapter that repeats layers of the base model."""
     if config.get("layer_replication"):
         raise UserError(f"{folder}: layer_replication changes the base model; remove it")
 
@@ -289,6 +295,11 @@ def add_to_class(
 
 
 def _read_lora_config(folder: Path, model: Any) -> Any:
+    """Return peft's configuration of an adapter folder, for further training.
+
+    Raises:
+        UserError: the folder is not a LoRA folder, or peft rejects it.
+    """
     LoraConfig = import_peft().LoraConfig
     read = read_config(folder)
     if read.get("peft_type") != "LORA":
@@ -300,7 +311,7 @@ def _read_lora_config(folder: Path, model: Any) -> Any:
     known = LoraConfig.__dataclass_fields__
     try:
         config = LoraConfig(**{k: v for k, v in read.items() if k in known and k != "peft_type"})
-    except Exception as error:  # whatever peft's checks raise
+    except Exception as error:  # peft's checks raise many types
         raise UserError(f"{folder / CONFIG}: peft refuses it: {one_line(error)}") from error
     config.inference_mode = False
     return config
@@ -340,11 +351,12 @@ def class_table(model: nn.Module) -> list[str]:
         if not is_added(name):
             continue
         layer = name.partition(".lora_")[0]
-        kind = re.sub(r"^.*?\.\d+\.", "", layer)
+        kind = re.sub(r"^.*?\.\d+\.", "", layer)  # the name within a block, without its number
         layers, size = kinds.get(kind, (set(), 0))
         kinds[kind] = (layers | {layer}, size + parameter.numel())
     rows = [(kind, f"{len(layers):,}", f"{size:,}") for kind, (layers, size) in kinds.items()]
     lines = columns(("adapter on", "layers", "parameters"), rows)
     total = sum(p.numel() for p in model.parameters())
-    mine = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return [*lines, f"trained: {mine:,} of {total:,} parameters ({100 * mine / total:.2g} %)"]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    percentage = 100 * trained / total
+    return [*lines, f"trained: {trained:,} of {total:,} parameters ({percentage:.2g} %)"]

@@ -172,9 +172,10 @@ def causal_bias(queries: int, keys: int, spec: AttentionSpec, device: torch.devi
 def dense_bias(
     layout: PackedLayout | None, spec: AttentionSpec, queries: int, past: int, device: torch.device
 ) -> Tensor:
-    """Return the same, (1 or B, 1 or H, queries, past + queries), with documents separated.
+    """Return the mask or bias of `causal_bias`, with documents or trees separated.
 
-    The layout describes all past + queries tokens.
+    Its shape is (1 or B, 1 or H, queries, past + queries). The layout describes all past + queries
+    tokens.
     """
     if layout is not None and layout.ends is not None:
         return _tree_bias(layout.ends, layout.positions, spec)
@@ -186,9 +187,10 @@ def dense_bias(
 
 
 def _tree_bias(ends: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return the same for trees, (B, 1 or H, T, T); distances are along the path."""
-    place = torch.arange(ends.shape[1], device=ends.device)
-    sees = (place <= place[:, None]) & (place[:, None] < ends[:, None, :])
+    """Return the mask or bias of trees, (B, 1 or H, T, T); distances are along the path."""
+    index = torch.arange(ends.shape[1], device=ends.device)
+    is_before, is_in_subtree = index <= index[:, None], index[:, None] < ends[:, None, :]
+    sees = is_before & is_in_subtree
     distance = positions[:, None, :] - positions[:, :, None]
     if spec.window >= 0:
         sees &= distance >= -spec.window
@@ -242,11 +244,14 @@ def sdpa_prepare(
     device: torch.device,
 ) -> AttentionPlan:
     """Prepare runs, pieces or segments on a CPU; on other devices a mask, if one is needed."""
+    # trees on a CPU: pieces
     if device.type == "cpu" and layout is not None and layout.ends is not None:
         by_piece = _outside_of_graphs(_by_piece)
         return AttentionPlan(
             "sdpa", spec, packed=True, pieces=tree_pieces(layout, spec), by_run=by_piece
         )
+
+    # documents on a CPU: the queries of each document, or runs of documents of the same length
     if device.type == "cpu" and layout is not None and past:
         segments = document_segments(layout, past)
         biased = [(n, keys) for n, keys in segments if n and not (n == keys and _is_plain(n, spec))]
@@ -258,6 +263,8 @@ def sdpa_prepare(
         needing = [n for n in lengths if not _is_plain(n, spec)]
         bias, by_run = _corner(needing, spec, device), _outside_of_graphs(_by_run)
         return AttentionPlan("sdpa", spec, bias=bias, packed=True, runs=runs, by_run=by_run)
+
+    # sequences without documents: one call, with a bias only for a window or ALiBi
     if device.type == "cpu" and past == 0:
         needing = [] if _is_plain(queries, spec) else [queries]
         return AttentionPlan("sdpa", spec, bias=_corner(needing, spec, device))
@@ -270,7 +277,7 @@ def sdpa_prepare(
 
 
 def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attention of q (B, T, H, hd) over k, v (B, S, KV, hd); (B, T, H, hd)."""
+    """Return the attention output (B, T, H, hd) of q (B, T, H, hd) over k, v (B, S, KV, hd)."""
     dtype, spec, queries = working_dtype(v), plan.spec, q.shape[1]
     if kind_of(q.device) != "cpu":
         return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
@@ -406,6 +413,7 @@ def _whole(
 def _call(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
+    """Call PyTorch's attention on (B, T or S, heads, hd); without a bias it is causal."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
