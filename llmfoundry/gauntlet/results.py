@@ -199,7 +199,8 @@ class GauntletResult:
         lines = columns(head, rows, left=(0, len(head) - 1))
         for scores in (self.categories, self.averages):
             width = max((len(name) for name in (*self.categories, *self.averages)), default=0)
-            lines += [""] * bool(scores)
+            if scores:
+                lines.append("")  # a blank line before each block
             for name, score in scores.items():
                 shown = _number(score, self.stderrs.get(name), self.intervals.get(name))
                 lines.append(f"{name:<{width}}  {shown:>7}")
@@ -261,8 +262,11 @@ def _task_cells(task: TaskResult) -> tuple[str, ...]:
     if task.accuracy is not None:
         accuracy = f"{100 * task.accuracy:.1f}"
         error = 100 * task.stderr if task.stderr is not None else None
-        ends = task.interval and (100 * task.interval[0], 100 * task.interval[1])
-        accuracy += _within(ends, error, digits=1)
+        interval = None
+        if task.interval:
+            low, high = task.interval
+            interval = (100 * low, 100 * high)
+        accuracy += _within(interval, error, digits=1)
     n = str(task.n) if task.n == task.size else f"{task.n}/{task.size}"
     shares = (f"{100 * task.chance:.1f}", f"{100 * task.majority:.1f}")
     return (task.label, str(task.num_fewshot), n, accuracy, *shares, ", ".join(notes_of(task)))
@@ -270,15 +274,26 @@ def _task_cells(task: TaskResult) -> tuple[str, ...]:
 
 def notes_of(task: TaskResult) -> list[str]:
     """Return short remarks about an accuracy, for the notes column of a table."""
-    notes = [f"{task.ties} tied"] * bool(task.ties)
-    notes += [f"{task.dropped} examples dropped"] * bool(task.dropped)
-    notes += [f"{task.truncated} truncated"] * bool(task.truncated)
-    notes += [f"{task.refused} refused"] * bool(task.refused)
-    notes += [f"{task.missing} not scored"] * bool(task.missing)
-    notes += [f"mean of {len(task.by_category)} categories"] * bool(task.by_category)
-    notes += ["not generated"] * (task.metric == NOT_GENERATED)
-    notes += [f"{task.mode} prompts"] * (task.mode != "native")
-    return notes + ["failed"] * bool(task.failure)
+    notes = []
+    if task.ties:
+        notes.append(f"{task.ties} tied")
+    if task.dropped:
+        notes.append(f"{task.dropped} examples dropped")
+    if task.truncated:
+        notes.append(f"{task.truncated} truncated")
+    if task.refused:
+        notes.append(f"{task.refused} refused")
+    if task.missing:
+        notes.append(f"{task.missing} not scored")
+    if task.by_category:
+        notes.append(f"mean of {len(task.by_category)} categories")
+    if task.metric == NOT_GENERATED:
+        notes.append("not generated")
+    if task.mode != "native":
+        notes.append(f"{task.mode} prompts")
+    if task.failure:
+        notes.append("failed")
+    return notes
 
 
 def _number(score: float | None, stderr: float | None, interval: Interval | None) -> str:

@@ -150,7 +150,7 @@ def remembered(folder: Path, facts: Mapping[str, Any]) -> tuple[int | None, list
     """Return the microbatch size that an earlier start of the run stored.
 
     Args:
-        folder: the run's folder.
+        folder: folder of the run.
         facts: the current `MicrobatchLimit.facts`.
 
     Returns:

@@ -53,7 +53,7 @@ def test_a_rank_slowed_by_half_is_named_once_and_so_is_its_return(ranks: int) ->
     for table in rounds[10:20]:
         table[3] = replace(table[3], compute=1.5 * table[3].compute)
     found = reported(rounds)
-    assert [(n, f.kind, f.rank, f.is_over) for n, f in found] == [
+    assert [(n, f.kind, f.rank, f.has_ended) for n, f in found] == [
         (11, "slow_rank", 3, False),
         (20, "slow_rank", 3, True),
     ]
@@ -92,7 +92,7 @@ def test_a_drop_of_mfu_is_one_against_the_runs_own_rounds() -> None:
     rounds += [a_round(draw, 4, 0.02, step=0.6) for _ in range(40)]
     rounds += [a_round(draw, 4, 0.02) for _ in range(5)]
     found = reported(rounds)
-    assert [(n, f.kind, f.is_over) for n, f in found] == [
+    assert [(n, f.kind, f.has_ended) for n, f in found] == [
         (13, "mfu_drop", False),
         (52, "mfu_drop", True),
     ]
@@ -149,7 +149,7 @@ def test_errors_of_a_gpu_are_reported_at_once_and_its_slowness_in_two_rounds() -
     for n in (4, 5):
         rounds[n][3] = replace(rounds[n][3], slowed=float(0x40 | 0x8))
     found = reported(rounds)
-    assert [(n, f.kind, f.rank, f.is_over) for n, f in found] == [
+    assert [(n, f.kind, f.rank, f.has_ended) for n, f in found] == [
         (1, "gpu", 0, False),
         (2, "gpu", 1, False),
         (2, "gpu", 1, False),

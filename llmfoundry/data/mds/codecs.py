@@ -249,23 +249,28 @@ def _decode_ndarray(data: memoryview, *, dtype: np.dtype[Any] | None) -> np.ndar
 
 @cache
 def _shape_layout(form: int) -> struct.Struct:
-    """Of a shape, by the byte before it: axes << 2 | log2 of the bytes of each."""
-    return struct.Struct(f"<{form >> 2}{'BHIQ'[form & 3]}")
+    """Return the layout of a stored shape.
+
+    Args:
+        form: the byte before the shape: number of axes << 2 | log2 of the bytes of each length.
+    """
+    n_axes, log2_bytes = form >> 2, form & 3
+    return struct.Struct(f"<{n_axes}{'BHIQ'[log2_bytes]}")
 
 
 class PackedError(Exception):
-    """The packed bytes are not what they should be."""
+    """The compressed data is damaged or longer than expected."""
 
 
 @dataclass(frozen=True)
 class _Codec:
-    """One library.
+    """Compression and decompression by a library.
 
     Attributes:
-        levels: those that may be written.
-        level: meant where none is written.
-        pack: (data, level) to packed bytes.
-        unpack: (a file of packed bytes, the data's length if known) to the data, part by part.
+        levels: valid compression levels.
+        level: default level.
+        pack: compresses (data, level) to bytes.
+        unpack: decompresses (file, length of the data if known) in parts.
     """
 
     levels: range
@@ -277,36 +282,36 @@ class _Codec:
 def decompress(
     compression: str, source: Path, target: IO[bytes], *, n_bytes: int | None = None
 ) -> None:
-    """Write what `source` holds to `target`.
+    """Decompress the file `source` to `target`.
 
     Args:
-        compression: the codec, with or without a level.
-        source: the packed file.
-        target: it may hold a part after an error, never more than `n_bytes`.
-        n_bytes: the length that the data must have; None: unknown, and unbounded.
+        compression: name of the codec, with or without a level.
+        source: path of the compressed file.
+        target: output file. After an error it may have a part of the data, at most `n_bytes`.
+        n_bytes: length of the decompressed data; None: unknown and unlimited.
 
     Raises:
-        UserError: an unknown compression, its library is missing, or a setting that is not read.
-        PackedError: `source` is damaged, or holds more than `n_bytes`.
+        UserError: the compression is unknown or unsupported, or its library is missing.
+        PackedError: `source` is damaged, or its data is longer than `n_bytes`.
     """
     codec, _ = _parse(compression)
-    found = 0
+    n_written = 0
     with source.open("rb") as file:
         for part in codec.unpack(file, n_bytes):
-            found += len(part)
-            if n_bytes is not None and found > n_bytes:
+            n_written += len(part)
+            if n_bytes is not None and n_written > n_bytes:
                 raise _too_long(n_bytes)
             target.write(part)
 
 
 def compress(compression: str, data: bytes) -> bytes:
-    """`data`, packed."""
+    """Return the compressed data."""
     codec, level = _parse(compression)
     return codec.pack(data, level)
 
 
 def suffix(compression: str) -> str:
-    """What the name of a packed file ends with: `.zstd`, `.gz`, `.br`, `.snappy`, `.bz2`."""
+    """Return the file suffix of a compression: `.zstd`, `.gz`, `.br`, `.snappy`, `.bz2`."""
     _parse(compression)
     return f".{compression.partition(':')[0]}"
 
@@ -395,10 +400,13 @@ def _pack_brotli(data: bytes, level: int) -> bytes:
 
 
 def _pack_gzip(data: bytes, level: int) -> bytes:
-    """As mosaicml-streaming by Python's gzip, but for the time, 0: equal data packs equally."""
+    """Compress with gzip so that equal data gives equal bytes.
+
+    The bytes are those of Python's gzip, which mosaicml-streaming uses, with a time of 0.
+    """
     stream = zlib.compressobj(level, wbits=_GZIP)
     packed = bytearray(stream.compress(data) + stream.flush())
-    packed[_GZIP_SYSTEM] = 255  # unknown; zlib writes the one that it was built on
+    packed[_GZIP_SYSTEM] = 255  # "unknown"; zlib writes the operating system of its build
     return bytes(packed)
 
 
@@ -408,9 +416,13 @@ def _pack_snappy(data: bytes, level: int) -> bytes:
 
 def _unpack_snappy(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
     library, packed = _library("snappy", "python-snappy"), file.read()
-    # The length comes first, in groups of 7 bits, the lowest first; the last has no eighth bit.
-    ends = next((n for n, byte in enumerate(packed[:5]) if byte < 0x80), 0)
-    length = sum((byte & 0x7F) << 7 * n for n, byte in enumerate(packed[: ends + 1]))
+
+    # The data starts with its decompressed length as a varint of at most 5 bytes: 7 bits in each
+    # byte, lowest bits first; the highest bit of a byte is set if another byte follows.
+    last = next((n for n, byte in enumerate(packed[:5]) if byte < 0x80), 0)
+    length = 0
+    for n, byte in enumerate(packed[: last + 1]):
+        length += (byte & 0x7F) << (7 * n)
     if n_bytes is not None and length > n_bytes:
         raise _too_long(n_bytes)
     yield _attempt(library.decompress, packed)
@@ -424,7 +436,7 @@ def _zstd_stream() -> Any:
     return _library("zstandard", "zstandard").ZstdDecompressor().decompressobj()
 
 
-# The levels, and those meant where none is written, are mosaicml-streaming's.
+# Valid levels and default levels are those of mosaicml-streaming.
 _CODECS = {
     "br": _Codec(
         range(12), 11, _pack_brotli, partial(_unpack_stream, start=_BrotliStream, most=(_MOST,))
@@ -444,7 +456,7 @@ _CODECS = {
 
 
 def digest(algorithm: str, chunks: Iterable[bytes | memoryview]) -> str:
-    """The hex digest of the chunks one after another."""
+    """Return the hex digest of the concatenated chunks."""
     state = _new(algorithm)
     for chunk in chunks:
         state.update(chunk)
@@ -452,13 +464,17 @@ def digest(algorithm: str, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Whether `digest` can do it."""
+    """Check that `digest` supports the algorithm.
+
+    Raises:
+        UserError: the algorithm is unknown, or its library is missing.
+    """
     _new(algorithm)
 
 
 def _new(algorithm: str) -> Any:
     if algorithm in HASHLIB:
-        # Not a matter of security, and so allowed where md5 is otherwise forbidden.
+        # not used for security, so md5 also works on systems that forbid it
         return hashlib.new(algorithm, usedforsecurity=False)
     if algorithm not in XXHASH:
         raise UserError(

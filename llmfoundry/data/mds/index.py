@@ -35,9 +35,9 @@ class Columns:
     """The columns that shards have, in the order in which a sample stores them.
 
     Attributes:
-        names: sorted.
-        encodings: of each, as `find_encoding` takes them.
-        sizes: bytes of each value; None where they differ.
+        names: sorted names.
+        encodings: encoding of each column, a name that `find_encoding` accepts.
+        sizes: bytes of each column's values; None: the values differ in size.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Columns:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Each name's place."""
+        """Return the position of each column by name."""
         return {name: n for n, name in enumerate(self.names)}
 
 
@@ -55,8 +55,8 @@ class StringArray:
     """Many short texts without an object for each.
 
     Attributes:
-        data: (bytes,) uint8, all of them in UTF-8, one after another.
-        ends: (n,) int64, where each ends.
+        data: (bytes,) uint8, the concatenated texts in UTF-8.
+        ends: (n,) int64, the end of each text in `data`.
     """
 
     data: np.ndarray
@@ -72,18 +72,18 @@ class MDSIndex:
     """The shards of an MDS dataset; every array has an entry for each.
 
     Attributes:
-        sizes: (n,) int64, samples.
-        raw_bytes: (n,) int64, length of the file as it is read.
-        packed_bytes: (n,) int64, length of its compressed form; -1 where there is none.
-        names: of the file as it is read, within the dataset's folder.
-        packed_names: of its compressed form; "" where there is none.
-        hashes: of the file as it is read: "sha1:abc… xxh64:123…", sorted.
-        packed_hashes: of its compressed form.
-        column_sets: the different columns that shards have, by first use.
-        column_set: (n,) int64, which of them.
-        compressions: the different ones.
-        compression: (n,) int64, which of them; -1 where there is none.
-        sample: of the content where hashes are missing (`shard_index`); "" if none was taken.
+        sizes: (n,) int64, number of samples.
+        raw_bytes: (n,) int64, length of the uncompressed file.
+        packed_bytes: (n,) int64, length of the compressed file; -1: the shard is not compressed.
+        names: name of the uncompressed file in the folder of the dataset.
+        packed_names: name of the compressed file; "": the shard is not compressed.
+        hashes: sorted hashes of the uncompressed file: "sha1:abc… xxh64:123…".
+        packed_hashes: hashes of the compressed file.
+        column_sets: the distinct columns of shards, in the order of their first use.
+        column_set: (n,) int64, index into `column_sets`.
+        compressions: the distinct compressions.
+        compression: (n,) int64, index into `compressions`; -1: the shard is not compressed.
+        sample: digest of sampled content if hashes are missing (`shard_index`); "": not sampled.
     """
 
     sizes: np.ndarray
@@ -101,20 +101,20 @@ class MDSIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str = "index.json") -> MDSIndex:
-        """Parse `index.json`; `source` is what errors call it."""
+        """Parse `index.json`; errors name it `source`."""
         return _Parser(source).parse(data)
 
     @property
     def n_shards(self) -> int:
-        """Files."""
+        """Return the number of shards."""
         return len(self.sizes)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of what decides the samples: each shard's samples, length, hashes and columns.
+        """Return the sha256 of the samples, lengths, hashes and columns of all shards.
 
-        Neither names nor compression count: a copy elsewhere, or packed otherwise, is the same.
-        The sample of the content, if there is one, follows after a colon.
+        Names and compression are ignored, so that a renamed or compressed copy has the same
+        fingerprint. The digest of sampled content, if any, follows after a colon.
         """
         sets = [[c.names, c.encodings, c.sizes] for c in self.column_sets]
         state = hashlib.sha256(json.dumps([self.n_shards, sets]).encode())
@@ -125,7 +125,7 @@ class MDSIndex:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all that it specifies."""
+        """Return the sha256 of the index, including names and compression."""
         rows = self.fingerprint.removesuffix(f":{self.sample}")
         state = hashlib.sha256(json.dumps([rows, self.compressions]).encode())
         for numbers in (self.packed_bytes, self.compression):
@@ -136,21 +136,21 @@ class MDSIndex:
 
     @property
     def is_packed(self) -> bool:
-        """Whether some shards are kept compressed."""
+        """Return whether any shard is compressed."""
         return bool((self.packed_bytes >= 0).any())
 
     @cached_property
     def unhashed(self) -> list[int]:
-        """Shards that have samples and no hash."""
+        """Return the shards with samples but without a hash."""
         is_bare = np.diff(self.hashes.ends, prepend=0) == 0
         return (is_bare & (self.sizes > 0)).nonzero()[0].tolist()
 
     def columns(self, n: int) -> Columns:
-        """Those of shard `n`."""
+        """Return the columns of shard `n`."""
         return self.column_sets[self.column_set[n]]
 
     def spec(self, n: int) -> FileSpec:
-        """The file of shard `n`, and how it is kept."""
+        """Return the file of shard `n` and its compressed form."""
         packed = None
         if self.packed_bytes[n] >= 0:
             packed = CompressedFile(
@@ -227,7 +227,7 @@ def _texts(texts: list[str]) -> StringArray:
 
 
 class _WrongEntryError(Exception):
-    """What is wrong with a shard's entry."""
+    """A shard's entry in the index is invalid; the text is the reason."""
 
 
 _LONGEST = (1 << 32) - 1  # bytes of a shard: its offsets are u32
@@ -408,7 +408,10 @@ def _hashes(file: _File, key: str) -> str:
 
 
 def _line(error: Exception, key: str = "") -> str:
-    """What a decoder found wrong, the key first."""
-    what, _, place = str(error).partition(" - at `$")
-    where = f"{key}{place.rstrip('`')}".lstrip(".")
-    return f"{where}: {what}" if where else what
+    """Return a decoder's error with the key first.
+
+    msgspec writes "reason - at `$.key`".
+    """
+    reason, _, path = str(error).partition(" - at `$")
+    full_key = f"{key}{path.rstrip('`')}".lstrip(".")
+    return f"{full_key}: {reason}" if full_key else reason

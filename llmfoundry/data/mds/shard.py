@@ -51,11 +51,11 @@ _OURS = re.compile(r"index\.json|shard\.[0-9]+\.mds.*")
 class MDSShard:
     """The samples of one file.
 
-    Keeps one descriptor open, so a caller that opens many shards closes those it no longer needs by
-    dropping them; views that were handed out stay valid, even if the file is deleted.
+    An object keeps one file descriptor open until it is garbage-collected. Views of its data stay
+    valid after that, even if the file is deleted.
 
     Attributes:
-        columns: of every sample.
+        columns: columns of every sample.
     """
 
     def __init__(self, path: Path, index: MDSIndex, n: int) -> None:
@@ -68,25 +68,25 @@ class MDSShard:
         self._check_offsets()
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return self._n_samples
 
     @property
     def first_byte(self) -> int:
-        """Where the first sample begins; the file's length where there is none."""
+        """Return the offset of the first sample; the length of the file if there is none."""
         return int(_unpack_pair(self._data, 0)[1])
 
     def read(self, row: int, column: str) -> Any:
-        """A column's value in sample `row`.
+        """Return the value of a column in sample `row`.
 
         Returns:
-            The value; of `bytes` a read-only memoryview, of `ndarray` a read-only array, both
-            views of the file.
+            The value. `bytes` columns give a read-only memoryview and `ndarray` columns a
+            read-only array; both are views of the file.
         """
         return self.reader(column)(row)
 
     def reader(self, column: str) -> Callable[[int], Any]:
-        """`read` of one column, for many rows: what no row changes is looked up once."""
+        """Return a function that reads a column of a row; faster than `read` for many rows."""
         place = self.columns.position.get(column)
         if place is None:
             names = ", ".join(self.columns.names)
@@ -114,7 +114,7 @@ class MDSShard:
         return read
 
     def sample(self, row: int) -> dict[str, Any]:
-        """All columns of sample `row`, as `read` gives them."""
+        """Return all columns of sample `row`, as returned by `read`."""
         return {name: self.read(row, name) for name in self.columns.names}
 
     def _map(self, n_bytes: int) -> memoryview:
@@ -128,9 +128,16 @@ class MDSShard:
             raise UserError(f"{self._path}: the shard is missing; copy it again") from error
 
     def _check_offsets(self) -> None:
-        """Whether the samples that the index counts lie in order within the file."""
+        """Check that the samples of the index lie in order within the file.
+
+        The file starts with the number of samples and n + 1 offsets, as u32.
+
+        Raises:
+            UserError: they do not.
+        """
         n, n_bytes = self._n_samples, len(self._data)
-        table = np.frombuffer(self._data[: n_bytes & ~3], "<u4")[: n + 2].astype(np.int64)
+        whole_words = self._data[: n_bytes & ~3]  # a multiple of 4 bytes
+        table = np.frombuffer(whole_words, "<u4")[: n + 2].astype(np.int64)
         if len(table) < n + 2 or table[0] != n:
             raise self._damaged(f"it does not hold the {n:,} samples that the index specifies")
         offsets = table[1:]
@@ -143,14 +150,16 @@ class MDSShard:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the columns of a sample lie.
+    """Layout of the columns in a sample.
+
+    A sample starts with its head, the sizes of the values of variable size. The values follow.
 
     Attributes:
-        head: the sizes that begin it.
-        shortest: its bytes if every value of no fixed size is empty.
-        places: of each column: bytes before it (the head, values of fixed size), how many values
-            of no fixed size are before it, and its size or None.
-        decoders: of each column.
+        head: layout of the head.
+        shortest: bytes of a sample whose values of variable size are all empty.
+        places: for each column: bytes of the head and of the values of fixed size before it,
+            number of values of variable size before it, and its fixed size or None.
+        decoders: decoder of each column.
     """
 
     head: struct.Struct
@@ -172,7 +181,11 @@ def _find_layout(columns: Columns) -> _Layout:
 
 
 def _find_decoder(encoding: str) -> Callable[[memoryview], Any]:
-    """A column that cannot be read is refused when it is asked for, not when it is there."""
+    """Return the decoder of an encoding.
+
+    The decoder of an unknown encoding raises an error, so that a shard with such a column can be
+    used as long as the column is not read.
+    """
     try:
         return find_encoding(encoding).decode
     except ValueError as error:
@@ -184,10 +197,10 @@ def _refuse(data: memoryview, *, reason: str) -> Any:
 
 
 class MDSWriter:
-    """Writes samples into shards, and the index when it is left without an error.
+    """Context manager that writes samples to shards, and at the end the index.
 
     Attributes:
-        n_samples: written so far.
+        n_samples: number of samples written so far.
     """
 
     def __init__(
@@ -202,10 +215,10 @@ class MDSWriter:
         """Begin a dataset.
 
         Args:
-            folder: where; made if missing.
-            columns: name to encoding, such as {"tokens": "ndarray:int32"}.
-            compression: of the shards, such as zstd:3; None for none.
-            hashes: algorithms whose digests the index shall hold, such as xxh64.
+            folder: output folder; created if missing.
+            columns: encodings by column name, such as {"tokens": "ndarray:int32"}.
+            compression: compression of the shards, such as zstd:3; None: not compressed.
+            hashes: hash algorithms for the digests in the index, such as xxh64.
             size_limit: bytes of a shard before compression, or "64mb" (of 1024 x 1024); None or 0
                 for one shard. A larger sample gets a shard of its own.
         """
@@ -252,7 +265,7 @@ class MDSWriter:
         self.n_samples += 1
 
     def finish(self) -> None:
-        """Write what is left, then the index."""
+        """Write the last shard, then the index."""
         if self._samples:
             self._flush()
         entries = (json.dumps(shard, sort_keys=True) for shard in self._shards)
@@ -260,7 +273,7 @@ class MDSWriter:
         atomic_write(self._folder / INDEX, text)
 
     def __enter__(self) -> MDSWriter:
-        """To be left by `finish`."""
+        """Return the writer; leaving the context calls `finish`."""
         return self
 
     def __exit__(

@@ -177,7 +177,11 @@ def _list(convert: Convert, entries: list[Any]) -> list[Any]:
 
 
 def as_text(where: object, text_column: str, value: Any) -> str:
-    """The value of a column, which must be text."""
+    """Return the value of a text column.
+
+    Raises:
+        BadRow: the value is not text.
+    """
     if isinstance(value, str):
         return value
     raise BadRow(
@@ -188,12 +192,13 @@ def as_text(where: object, text_column: str, value: Any) -> str:
 
 
 def no_column(text_column: str, names: list[str]) -> str:
-    """What to say where a column is missing."""
-    choices = " ".join(", ".join(names).split())
-    choices = choices if len(choices) <= _SHOWN else f"{choices[:_SHOWN]} …"
+    """Return the message for a missing column, with the names of the existing columns."""
+    choices = " ".join(", ".join(names).split())  # on one line
+    if len(choices) > _SHOWN:
+        choices = f"{choices[:_SHOWN]} …"
     return f"no column {text_column!r}; set data.text_column to one of: {choices}"
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for messages."""
+    """Return the description of a value that is not text, for messages."""
     return "null" if value is None else f"a value of type {type(value).__name__}"

@@ -52,7 +52,8 @@ class InputFile:
     Attributes:
         name: path or URL, without a signature.
         size: bytes.
-        stamp: another after a change: nanoseconds of the last one, or the store's mark of it.
+        stamp: version of the content: time of the last change in nanoseconds, or the store's
+            version of the object.
         signed: the URL with its signature, if it has one.
     """
 
@@ -63,15 +64,15 @@ class InputFile:
 
     @property
     def facts(self) -> list[str | int]:
-        """What distinguishes it from other files, and from itself before a change."""
+        """Return the values that identify the file and its version."""
         return [self.name, self.size, self.stamp]
 
     @classmethod
     def here(cls, path: Path) -> InputFile:
-        """A file of this machine.
+        """Return a local file.
 
         Raises:
-            UserError: it cannot be read, or its path cannot be written down.
+            UserError: the file cannot be read, or its path is not UTF-8.
         """
         if path_text(str(path)) != str(path):
             raise UserError(f"{path_text(str(path))}: this path is not UTF-8; rename it")
@@ -109,7 +110,7 @@ class InputRange:
 
     @property
     def name(self) -> str:
-        """Its path or URL."""
+        """Return the path or URL of the file."""
         return self.file.name
 
     def open(self) -> IO[bytes]:
@@ -138,7 +139,7 @@ class InputRange:
         return self.chunks(place)
 
     def whole(self) -> bytes:
-        """All its bytes, unpacked."""
+        """Return all bytes of the file, decompressed."""
         parts, size = [], 0
         for part in self.unpacked():
             parts.append(part)
@@ -148,13 +149,13 @@ class InputRange:
         return b"".join(parts)
 
     def too_long(self, where: str) -> BadRow:
-        """What to say of a row."""
+        """Return the error for a row that exceeds the length limit."""
         return too_long(where, self.longest)
 
     def lines(self) -> Iterator[bytes]:
-        """The lines that begin within the part, without their end; the longest is in memory.
+        """Yield the lines that begin within the range, without line ends.
 
-        A line that is longer than a row may be is a bad row, for which a blank one stands.
+        A line that exceeds the length limit is reported as a bad row and yielded as a blank line.
         """
         place = max(0, self.start - 1)
         lines = self._split(self.unpacked(place))
@@ -296,20 +297,23 @@ def _broken(kind: str, why: object) -> str:
 
 _UNPACK: dict[str, Callable[[InputRange], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}
 PACKED = ("", *_UNPACK)
-"""What may end the name of a text file."""
+"""Suffixes that may follow the suffix of a text file."""
 
 
 def file_names(name: str) -> list[str]:
-    """What may be a file's name: of a web address first what stands before its question mark."""
-    return list(dict.fromkeys([name.partition("?")[0], name])) if name.startswith(_WEB) else [name]
+    """Return the names whose suffix may be the file's; a web address also without its query."""
+    if not name.startswith(_WEB):
+        return [name]
+    without_query = name.partition("?")[0]
+    return list(dict.fromkeys([without_query, name]))  # each once
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a URL of a file, a folder or a glob names.
+    """Files at the URL of a file, a folder or a glob.
 
     Attributes:
-        is_file: whether it is one file.
+        is_file: whether the URL names a single file.
         files: sorted by name.
         hidden: URLs of files and folders that are left out.
     """
@@ -320,11 +324,11 @@ class Listing:
 
 
 def list_url(url: str, options: FetchOptions, *, key: str = "data.paths") -> Listing:
-    """Find what a URL names.
+    """Return the files at a URL.
 
     Raises:
-        MissingError: there is nothing.
-        UserError: it cannot be reached.
+        MissingError: no file is there.
+        UserError: the store cannot be reached.
     """
     store = Store(url, options, key=key)
     single, found = store.find()
@@ -350,12 +354,12 @@ def list_url(url: str, options: FetchOptions, *, key: str = "data.paths") -> Lis
 
 
 def open_url(url: str, size: int, options: FetchOptions) -> io.BufferedReader:
-    """A file of known size, to read at any place."""
+    """Open a remote file of known size for random access."""
     path, mark, query = url.partition("?") if url.startswith(_WEB) else (url, "", "")
     folder, _, name = path.rpartition("/")
     return Store(folder, options).open(f"{name}{mark}{query}", size)
 
 
 def _before_magic(path: str) -> str:
-    """The part of a glob that stands for itself."""
+    """Return the part of a glob before its first special character."""
     return path[: min(path.find(c) for c in "*?[" if c in path)]

@@ -34,21 +34,21 @@ class OutputFolder:
 
     @property
     def here(self) -> Path | None:
-        """Its path, if it is on this machine."""
+        """Return the path of a local folder; None for a store."""
         return None if "://" in self.folder else Path(self.folder)
 
     def names(self) -> list[str]:
-        """What lies in it, sorted; nothing if it is not there."""
+        """Return the sorted names in the folder; empty if the folder does not exist."""
         if self.here is not None:
             return sorted(os.listdir(self.here)) if self.here.is_dir() else []
         return self._store().names()
 
     def names_below(self, name: str) -> list[str]:
-        """What lies in a folder of it."""
+        """Return the sorted names in the subfolder `name`."""
         return OutputFolder(f"{self.folder}/{name}", self.storage_options).names()
 
     def read(self, name: str) -> bytes | None:
-        """A small file; None: there is none."""
+        """Return the content of a small file; None if the file does not exist."""
         try:
             if self.here is not None:
                 return (self.here / name).read_bytes()
@@ -57,7 +57,7 @@ class OutputFolder:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file; on the disk when this returns."""
+        """Write a small file. The data is on the disk when this returns."""
         if self.here is None:
             self._store().write(name, data)
             return

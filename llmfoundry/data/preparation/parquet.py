@@ -132,7 +132,8 @@ class _RowGroups:
         chunks = [chunk for chunk in chunks if self._is_read(chunk.path_in_schema)]
         n_rows = max(1, metadata.num_rows)
         encoded = sum(chunk.total_uncompressed_size for chunk in chunks)
-        # Values that a dictionary may repeat, as far as that can matter.
+        # Text columns whose values a dictionary stores once, so that rows may be much larger in
+        # memory than in the file. Columns that cannot exceed a batch are ignored.
         repeating = [
             chunk
             for chunk in chunks
@@ -150,25 +151,31 @@ class _RowGroups:
         return names is None or any(path == name or path.startswith(f"{name}.") for name in names)
 
     def _longest_value(self, group: int, chunks: list[Any]) -> int:
-        """Bytes of the longest value in the dictionaries of these columns, or of all of them."""
+        """Return the bytes of the longest value in the dictionaries of these columns.
+
+        If the first row lacks a value, return the size of the largest column as an upper bound.
+        """
         import pyarrow.compute
         import pyarrow.parquet
 
         paths = [chunk.path_in_schema for chunk in chunks]
-        # One row brings the whole dictionary, and stays small itself: it holds numbers.
+        # Reading one row yields the full dictionary; the row itself holds only an index into it.
         file = pyarrow.parquet.ParquetFile(
             self._opened, metadata=self.file.metadata, read_dictionary=paths
         )
-        first = next(file.iter_batches(1, [group], self._columns, use_threads=False))
-        found = [values for column in first.columns for values in _dictionaries(column)]
-        lengths = [pyarrow.compute.max(pyarrow.compute.binary_length(v)).as_py() for v in found]
+        first_row = next(file.iter_batches(1, [group], self._columns, use_threads=False))
+        lengths = []
+        for column in first_row.columns:
+            for dictionary in _dictionaries(column):
+                value_lengths = pyarrow.compute.binary_length(dictionary)
+                lengths.append(pyarrow.compute.max(value_lengths).as_py())
         if len(lengths) < len(chunks) or None in lengths:  # the first row has no value
             return int(max(chunk.total_uncompressed_size for chunk in chunks))
         return int(max(lengths))
 
 
 def _dictionaries(array: Any) -> Iterator[Any]:
-    """Those of an array of texts, or of all such arrays within one."""
+    """Yield the dictionaries of a text array, or of all text arrays nested in an array."""
     import pyarrow.types as types
 
     if types.is_dictionary(array.type):

@@ -59,7 +59,11 @@ class ShardCache:
     """The accounts of one cache folder."""
 
     def __init__(self, folder: Path, *, limit: int | None) -> None:
-        """Of `folder`, which is made if need be; `limit` in bytes, None: no limit.
+        """Initialize, and create the folder if it does not exist.
+
+        Args:
+            folder: folder of the cache.
+            limit: limit of its size in bytes; None: no limit.
 
         Raises:
             UserError: the folder cannot be written.
@@ -257,18 +261,22 @@ def reports_cache_folder(folder: Path) -> Iterator[None]:
 
 
 def _in_order(files: Iterable[_File], now: float, *, ahead: bool) -> Iterator[_File]:
-    """Those that may go, first the parts that a dead process left, which no one can use."""
+    """Yield the files that may be deleted, in the order of deletion.
+
+    Incomplete files of terminated processes come first, then files by their last use. Files that
+    were fetched ahead and are not used yet come last, or not at all if `ahead`.
+    """
     parts = [file for file in files if file.is_part]
     used = [file for file in files if not file.is_part and file.used_at <= now]
     waiting = [file for file in files if not file.is_part and file.used_at > now]
     yield from parts
     yield from sorted(used, key=lambda file: file.used_at)
-    if not ahead:  # the one fetched last is needed last
+    if not ahead:  # the file fetched last is needed last, so it is deleted first
         yield from sorted(waiting, key=lambda file: -file.used_at)
 
 
 def _delete(file: _File) -> bool:
-    """Whether it could be deleted: no one reads or writes it, and it is ours to delete."""
+    """Delete a file that no process reads or writes; return whether it is deleted."""
     try:
         locked = try_lock(file.path)
         if locked is None:

@@ -118,13 +118,13 @@ def _without_padding(definition: str, file: str) -> tuple[str, dict[str, Any]]:
 
 
 def with_bounds(backend: tokenizers.Tokenizer, file: str) -> AnyBackend:
-    """The same of a backend that another library has loaded."""
+    """Return a bounded copy of a backend that another library has loaded."""
     return open_backend(backend.to_str(), file)
 
 
 @dataclass(frozen=True)
 class BoundedEncoding:
-    """What `tokenizers.Encoding` has of a text, as far as it is used."""
+    """The attributes of `tokenizers.Encoding` that this project uses."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -139,19 +139,19 @@ class BoundedBackend:
         self._read_settings()
 
     def __getattr__(self, name: str) -> Any:
-        """All but encoding and decoding is the backend's own."""
+        """Return other attributes from the wrapped backend."""
         return getattr(self.__dict__["_backend"], name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self._definition, self._file, self.encode_special_tokens)
 
     def copy(self) -> BoundedBackend:
-        """Another, whose settings can be changed."""
+        """Return a copy whose settings can be changed independently."""
         return _again(self._definition, self._file, self.encode_special_tokens)
 
     @property
     def encode_special_tokens(self) -> bool:
-        """Whether special tokens in a text are the characters they hold."""
+        """Return whether the name of a special token in a text is encoded as ordinary text."""
         return self._backend.encode_special_tokens
 
     @encode_special_tokens.setter
@@ -159,38 +159,39 @@ class BoundedBackend:
         self._backend.encode_special_tokens = value
 
     def add_special_tokens(self, tokens: list[Any]) -> int:
-        """As the backend does."""
+        """Add special tokens to the backend and return the number of new ones."""
         added = self._backend.add_special_tokens(tokens)
         self._read_settings()
         return added
 
     def encode(self, text: str, add_special_tokens: bool = True) -> BoundedEncoding:
-        """The encoding of a text."""
-        given = (self.encode_special_tokens, add_special_tokens)
-        return BoundedEncoding(*self._run(partial(_encode, self._name, *given), [text])[0])
+        """Return the encoding of a text."""
+        encode = partial(_encode, self._name, self.encode_special_tokens, add_special_tokens)
+        ids, offsets, special_tokens_mask = self._run(encode, [text])[0]
+        return BoundedEncoding(ids, offsets, special_tokens_mask)
 
     def encode_batch_fast(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[BoundedEncoding]:
-        """Encodings of texts; ids alone."""
-        given = (self.encode_special_tokens, add_special_tokens)
-        found = self._run(partial(_encode_fast, self._name, *given), texts)
-        return [BoundedEncoding(ids, [], []) for ids in found]
+        """Return the encodings of texts with their ids only; offsets and masks are empty."""
+        encode = partial(_encode_fast, self._name, self.encode_special_tokens, add_special_tokens)
+        return [BoundedEncoding(ids, [], []) for ids in self._run(encode, texts)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
         return self._run(partial(_decode, self._name, skip_special_tokens), [ids])[0]
 
     def _run(self, function: Any, items: Sequence[Any]) -> list[Any]:
+        """Run a function on items in the bounded child; first load the backend there if needed."""
         try:
-            found = run_bounded(function, items, file=self._file)
-            if None in found:  # another child than before, which has not loaded it
+            results = run_bounded(function, items, file=self._file)
+            if None in results:  # the child is new and has not loaded the backend
                 keep = partial(_keep, self._name, self._definition)
                 run_bounded(keep, [0], file=self._file, seconds=SECONDS)
-                found = run_bounded(function, items, file=self._file)
+                results = run_bounded(function, items, file=self._file)
         except OutOfBounds as error:
             raise UserError(f"{error} (with a text that begins {_start(items, error)})") from error
-        return found
+        return results
 
     def _read_settings(self) -> None:
         self._definition: str = self._backend.to_str()
@@ -212,7 +213,12 @@ def _load(definition: str, file: str) -> tokenizers.Tokenizer:
 
 
 def _checked(backend: tokenizers.Tokenizer, file: str) -> tokenizers.Tokenizer:
-    """Raises a UserError where ids, or the tokens around a text, are out of all proportion."""
+    """Return the backend after checking it.
+
+    Raises:
+        UserError: an id or the number of special tokens around a text is too large, or an unknown
+            character cannot be encoded.
+    """
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= MOST_TOKENS:
         raise UserError(
@@ -243,10 +249,13 @@ def _again(definition: str, file: str, split: bool) -> BoundedBackend:
 
 
 def _try(definition: str, file: str, _: int) -> None:
-    """In the child: load it, encode texts that take long where any does, and decode some."""
+    """Load a tokenizer in the child, and encode and decode texts that are likely to be slow."""
     backend = _checked(_load(definition, file), file)
     backend.no_truncation()
     backend.no_padding()
+
+    # long runs of one character make backtracking expressions slow; the characters are those of
+    # the common classes and of the tokenizer's own expressions
     characters = dict.fromkeys(_CLASSES + "".join(patterns(json.loads(definition)))[:200])
     runs = [character * _RUN for character in characters]
     for text in ("Hello, world", *runs, *(f"{run}!" for run in runs), "ab" * _RUN):
@@ -291,7 +300,10 @@ def _decode(name: str, skip_special_tokens: bool, ids: list[int]) -> str | None:
 
 
 def is_linear(parts: dict[str, Any]) -> bool:
-    """Whether all parts of a tokenizer.json are known to be; False is no blame."""
+    """Return whether all parts of a tokenizer.json are known to take linear time.
+
+    False only means that a part is not known.
+    """
     try:
         return (
             _normalizes(parts.get("normalizer"))
@@ -306,7 +318,7 @@ def is_linear(parts: dict[str, Any]) -> bool:
 
 
 def patterns(part: Any) -> Iterator[str]:
-    """The regular expressions in a part of a definition, or in all of it."""
+    """Yield the regular expressions in a definition or a part of it."""
     if isinstance(part, dict):
         if isinstance(part.get("Regex"), str):
             yield part["Regex"]
@@ -319,20 +331,32 @@ def patterns(part: Any) -> Iterator[str]:
 
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
-    """A part without the sequences around it."""
+    """Return the components of a part; nested sequences are flattened.
+
+    Args:
+        part: a part of tokenizer.json; None: the tokenizer does not have it.
+        inner: key of a sequence's components.
+    """
     if part is None:
         return []
-    if part["type"] == "Sequence":
-        return [one for other in part[inner] for one in _flat(other, inner)]
-    return [part]
+    if part["type"] != "Sequence":
+        return [part]
+    components = []
+    for component in part[inner]:
+        components.extend(_flat(component, inner))
+    return components
 
 
 def _growth(replace: dict[str, Any]) -> float:
-    """Of a text by a replacement; infinite if it is not known."""
+    """Return the largest factor by which a replacement lengthens a text; 1e9 if not known."""
     pattern, content = replace["pattern"], replace["content"]
     if "String" in pattern:
-        return max(1.0, len(content) / len(pattern["String"])) if pattern["String"] else 1e9
-    return max(1.0, len(content)) if pattern["Regex"] in _KNOWN else 1e9
+        n_replaced = len(pattern["String"])
+    elif pattern["Regex"] in _KNOWN:
+        n_replaced = 1  # a match has at least one character
+    else:
+        return 1e9
+    return max(1.0, len(content) / n_replaced) if n_replaced else 1e9
 
 
 def _normalizes(part: Any) -> bool:
@@ -372,7 +396,7 @@ def _models(model: dict[str, Any]) -> bool:
 
 
 def _is_plain(token: dict[str, Any]) -> bool:
-    """Whether a token is found without looking back over the text before it."""
+    """Return whether an added token can be matched without looking at the text before it."""
     return bool(token["content"]) and not token["lstrip"] and not token["single_word"]
 
 

@@ -387,12 +387,21 @@ def _by_request(pending: list[tuple[_Call, Tensor]], n: int) -> Tensor:
     """
     sums = torch.zeros(n, 6, dtype=torch.float64)
     least = torch.full((n,), torch.inf, dtype=torch.float64)
-    for call, on_device in pending:
-        scores = on_device.cpu().double()
-        more_columns = [scores[:, :1].exp(), torch.ones(len(scores), 1)]
-        sums.index_add_(0, call.requests, torch.cat([scores, *more_columns], dim=1))
-        least.scatter_reduce_(0, call.requests, scores[:, 1], "amin")
-    least.masked_fill_(sums[:, 5] == 0, 0)
+    for call, device_scores in pending:
+        scores = device_scores.cpu().double()  # (S, 4)
+        logprob, best_logprob = scores[:, 0], scores[:, 1]
+
+        # sum the columns of the targets of each request
+        probability = logprob[:, None].exp()
+        count = torch.ones(len(scores), 1)
+        columns = torch.cat([scores, probability, count], dim=1)  # (S, 6)
+        sums.index_add_(0, call.requests, columns)
+
+        least.scatter_reduce_(0, call.requests, best_logprob, "amin")
+
+    # a request of another rank has no targets here; 0 is neutral in the sum over ranks
+    n_targets = sums[:, 5]
+    least.masked_fill_(n_targets == 0, 0)
     return torch.cat([sums, least[:, None]], dim=1)
 
 

@@ -111,7 +111,11 @@ def sample_examples(n_rows: int, shots: int, index: int, rng: random.Random) -> 
 
 
 def _examples(rows: Sequence[TaskRow], task: TaskConfig, shots: int) -> list[list[int]]:
-    """Each row's worked examples; drawn for all rows, as every draw moves those after it."""
+    """Return the worked examples of each row.
+
+    The examples of all rows are sampled together, because all rows of a family share a random
+    generator.
+    """
     result: list[list[int]] = [[] for _ in rows]
     for family in families(rows, task) if shots else []:
         rng = random.Random(task.fewshot_random_seed)
@@ -131,7 +135,10 @@ def _preamble(examples: Iterable[TaskRow], task: TaskConfig, reasoned: bool) -> 
 
 
 def _first(ids: Sequence[int], special: SpecialTokens, tokenizer: Tokenizer) -> list[int]:
-    """What the first tokenizer call gives, less an `<eos>` at its end that is not all of it."""
+    """Return the tokens of the first tokenizer call without an `<eos>` at the end.
+
+    An `<eos>` that is the only token stays.
+    """
     first = [*special.before, *ids, *special.after]
     return first[:-1] if len(first) > 1 and first[-1] == tokenizer.eos_id else first
 

@@ -169,12 +169,12 @@ def _length(rows: Rows) -> Iterator[Tile]:
     # dates: the run began before the first row was written
     walls = [row for row in rows if WALL in row]
     if walls:
-        before = sum(walls[0].get(name, 0.0) for name in (TRAINING, EVALUATION))
-        begun = _utc(walls[0][WALL] / 1000 - before)
-        ended = _utc(walls[-1][WALL] / 1000)
-        days = begun.date() == ended.date()
-        until = ended.strftime("%H:%M") if days else ended.strftime("%d %b %H:%M")
-        yield Tile("date (UTC)", begun.strftime("%d %b %Y"), f"{begun:%H:%M} to {until}")
+        seconds_before = sum(walls[0].get(name, 0.0) for name in (TRAINING, EVALUATION))
+        start = _utc(walls[0][WALL] / 1000 - seconds_before)
+        end = _utc(walls[-1][WALL] / 1000)
+        same_day = start.date() == end.date()
+        until = end.strftime("%H:%M") if same_day else end.strftime("%d %b %H:%M")
+        yield Tile("date (UTC)", start.strftime("%d %b %Y"), f"{start:%H:%M} to {until}")
 
 
 def _speed(rows: Rows) -> Iterator[Tile]:
@@ -309,24 +309,29 @@ def samples(rows: Rows) -> Markup:
     return Markup().join(blocks)
 
 
-def results(found: Mapping[str, Any]) -> Markup:
-    """Return the final values of a run (`found`, by name).
+def results(values: Mapping[str, Any]) -> Markup:
+    """Return the tables of the final values of a run.
 
-    Metrics have a title and are folded by group; their name is the tooltip.
+    Args:
+        values: values by name. A name with a slash is a metric: the table shows the title of the
+            metric, and its name as a tooltip. Metrics are in a folded table for each group.
     """
-    groups: dict[str, list[tuple[str, str]]] = {}
-    plain = []
-    for name, value in found.items():
-        metric = title(name)
+    # separate metrics from other values
+    metric_rows_by_group: dict[str, list[tuple[str, str]]] = {}
+    other_rows = []
+    for name, value in values.items():
         if "/" not in name:
-            plain.append((name, _text(value)))
+            other_rows.append((name, _text(value)))
             continue
+        metric = title(name)
         label = Markup('<span title="{}">{}</span>').format(name, metric.text)
-        groups.setdefault(metric.group, []).append((label, _text(value)))
-    html = pairs(plain)
+        metric_rows_by_group.setdefault(metric.group, []).append((label, _text(value)))
+
+    # the other values come first, then the groups in their fixed order
+    html = pairs(other_rows)
     for group in GROUPS:
-        if group in groups:
-            rows = groups[group]
+        if group in metric_rows_by_group:
+            rows = metric_rows_by_group[group]
             html += part("folded", group, table(("", ""), rows, right=(1,)), str(len(rows)))
     return html
 

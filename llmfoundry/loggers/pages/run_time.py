@@ -75,8 +75,12 @@ def goodput_tile(rows: Rows, events: Rows) -> Iterator[Tile]:
     total = seconds.pop("whole", 0.0)
     if total > 0:
         training = seconds.pop("training")
-        rest = [f"{k} {percent(v / total)}" for k, v in seconds.items() if v / total >= _LEAST]
-        text = f"of {duration(total)}" + (f"; {', '.join(rest)}" if rest else "")
+        text = f"of {duration(total)}"
+        # name the other activities that took a visible share
+        shares = [(activity, value / total) for activity, value in seconds.items()]
+        visible = [f"{activity} {percent(share)}" for activity, share in shares if share >= _LEAST]
+        if visible:
+            text += f"; {', '.join(visible)}"
         yield Tile("goodput", percent(min(1.0, training / total)), text)
 
 

@@ -92,8 +92,8 @@ class PairTest:
         units: ranks of each unit: one rank, or all ranks of a node.
         payloads: sizes of the all-reduces in bytes.
         limit: seconds that a pair may take for a round.
-        board: of the check.
-        device: of this rank.
+        board: process board of the check.
+        device: device of this rank.
         reduce: the all-reduce function.
     """
 
@@ -111,8 +111,8 @@ class PairTest:
         network at the same time, and a pair that hangs costs one time limit.
 
         Args:
-            rounds: of disjoint pairs.
-            name: of the measurement, which separates its process groups in the store.
+            rounds: rounds of disjoint pairs.
+            name: name of the measurement, which separates its process groups in the store.
 
         Returns:
             Bus bandwidth in GB/s by payload and pair on rank 0, 0 if a pair did not answer; {} on
@@ -313,7 +313,7 @@ def slow_pairs(
     """Return slow pairs with reasons.
 
     Args:
-        rates: of one payload.
+        rates: rates of one payload.
         kinds: kind of link of each pair; only pairs of one kind are compared.
         effect: minimum deficit of a slow rate, as a share of the median.
         spread: minimum standard deviation of a rate to assume, as a share.

@@ -28,7 +28,7 @@ class Outlier(Generic[Name]):
     """A value that is too small.
 
     Attributes:
-        name: of the measured object.
+        name: name of the measured object.
         value: the measurement; larger is better.
         usual: median of all values; None: too few values.
         limit: the value is below this limit.
@@ -57,7 +57,8 @@ def too_small(
     """Return values below the floor, or far below the other values.
 
     Args:
-        values: of one kind of hardware; larger is better. A value that is not finite counts as 0.
+        values: values of one kind of hardware; larger is better. A value that is not finite
+            counts as 0.
         effect: minimum distance from the median that matters, as a share of the median.
         floor: value that each must reach; None: not known.
         spread: minimum standard deviation to assume, as a share of the median.

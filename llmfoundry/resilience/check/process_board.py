@@ -30,7 +30,7 @@ class Board:
 
         Args:
             store: used only for this check, or with a prefix; None: there is a single rank.
-            rank: of this process.
+            rank: rank of this process.
             size: number of ranks.
             patience: seconds that a stage may take beyond its expected time.
         """

@@ -73,7 +73,7 @@ def run_check(
     """Check all machines, and return the worst level of the findings on every rank.
 
     Args:
-        settings: of the recipe.
+        settings: settings from the recipe.
         paths: that the recipe names.
         world: ranks, which have joined the process group.
         is_full: whether to test computation and pairs too.

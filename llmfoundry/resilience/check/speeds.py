@@ -68,11 +68,11 @@ class Device:
     """Device of a rank.
 
     Attributes:
-        rank: that uses the device.
-        node: its machine.
+        rank: rank that uses the device.
+        node: host name of the machine.
         label: `GPU 3`, or `rank 3` for a CPU.
         kind: `cuda` or `cpu`.
-        name: of the model; only devices of one model are compared.
+        name: name of the model; only devices of one model are compared.
         numa: NUMA node; None: not known.
         has_nvlink: whether any NVLink is up.
     """

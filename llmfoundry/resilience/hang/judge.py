@@ -98,8 +98,8 @@ def judge(
     """Return the hung ranks if the run is stuck, or the ranks that others have long waited for.
 
     Args:
-        readings: of all running ranks.
-        config: of the recipe.
+        readings: readings of all running ranks.
+        config: settings from the recipe.
         is_compiled: whether steps may be recompiled.
 
     Returns:
@@ -143,9 +143,9 @@ def _limit(
     """Return the timeout in seconds of a rank's callback, or of its phase if it is in none.
 
     Args:
-        reading: of the rank.
+        reading: reading of the rank.
         longest: seconds of the longest recent step of any rank; None: not known.
-        config: of the recipe.
+        config: settings from the recipe.
         is_compiled: whether steps may be recompiled.
     """
     if reading.phase in LEARNED and not reading.callback:

@@ -243,8 +243,8 @@ class Hub:
 
         Args:
             node: name of the machine.
-            readings: of its ranks.
-            collected: whether it has saved the stacks.
+            readings: readings of the ranks of this node.
+            collected: whether the machine has saved the stacks of its ranks.
         """
         with self._lock:
             self._received[node] = (self._clock(), list(readings))

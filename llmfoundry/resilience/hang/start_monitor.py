@@ -68,7 +68,7 @@ def monitored(
     Args:
         config: resolved.
         world: the ranks.
-        folder: of the run.
+        folder: folder of the run.
         is_compiled: whether steps may be recompiled.
     """
     # dumps after a timeout go to a folder with the same name on all ranks

@@ -70,7 +70,7 @@ def judge_listing(
     Args:
         expected: batch of the newest checkpoint after the last attempt; -1: none.
         listing: current checkpoints.
-        config: of the recipe.
+        config: settings from the recipe.
         where: path of the run, for messages.
         waited: seconds since the first listing.
         tries: number of listings so far.

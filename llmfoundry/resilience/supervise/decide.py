@@ -83,7 +83,7 @@ def decide_restart(
     """Return the decision after the last of these attempts.
 
     Args:
-        attempts: of the job, oldest first.
+        attempts: attempts of the job, oldest first.
         policy: limits of the recipe.
         can_exclude: whether the next attempt can run without a machine.
     """

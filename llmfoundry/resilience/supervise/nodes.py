@@ -105,7 +105,7 @@ class Nodes:
 
         Args:
             suspected: names of the machines.
-            command: of the check; empty: only ask Slurm.
+            command: command of the check; empty: only ask Slurm.
             output: folder for the check's report.
 
         Returns:
@@ -165,7 +165,7 @@ def run_check_script(command: Sequence[str], output: Path) -> tuple[tuple[str, .
     """Run scripts/check.py; return the bad machines and a description of the result.
 
     Args:
-        command: of the check, which writes check.json to `output`.
+        command: command of the check, which writes check.json to `output`.
         output: folder of the report.
     """
     try:

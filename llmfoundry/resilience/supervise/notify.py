@@ -57,19 +57,24 @@ class Reporter:
         """Add an event to the run and print it.
 
         Args:
-            kind: of the event.
-            what: description.
-            action: what is done.
-            step: of the run; None: not known.
-            more: further fields.
+            kind: kind of the event.
+            what: description of the event.
+            action: the supervisor's reaction; "none": no reaction.
+            step: step of the run; None: not known.
+            more: further fields of the event.
 
         Returns:
             The event; empty if it could not be written.
         """
         event = self._add(kind, what, action, step, more)
         if kind != "start":
-            done = more.get("done") or (action if action != "none" else "")
-            print_stderr(f"supervise: {what}" + f"; {done}" * bool(done))
+            reaction = more.get("done")
+            if not reaction and action != "none":
+                reaction = action
+            line = f"supervise: {what}"
+            if reaction:
+                line += f"; {reaction}"
+            print_stderr(line)
         return event
 
     def _add(
@@ -223,8 +228,8 @@ def send_to_mlflow(logger: LoggerConfig, folder: Path, status: str) -> str:
     """Send the tags of an ended run to MLflow; return an error message, empty on success.
 
     Args:
-        logger: of the recipe.
-        folder: of the run.
+        logger: logger settings from the recipe.
+        folder: folder of the run.
         status: finished, failed or killed, for an MLflow run that is still marked as running.
     """
     if not logger.mlflow or not (folder / RUN_ID_FILE).is_file():

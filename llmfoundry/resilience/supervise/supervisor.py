@@ -310,7 +310,7 @@ class Supervisor:
             running: the ended attempt.
             status: exit status of its command.
             log_size: size of the kernel log's file when the attempt began.
-            events: of the attempt.
+            events: events of the attempt.
             excluded: machines that it did not use.
         """
         times = running.times

@@ -60,14 +60,14 @@ class Anomaly:
         kind: key of WatchConfig: slow_rank, mfu_drop, data_wait, stall or gpu.
         seen: description; `{host}` is a placeholder for the machine of `rank`.
         rank: affected rank; None: all ranks.
-        is_over: whether the anomaly has ended.
+        has_ended: whether the anomaly has ended.
         is_bad: whether the machine should be taken out of service.
     """
 
     kind: str
     seen: str
     rank: int | None = None
-    is_over: bool = False
+    has_ended: bool = False
     is_bad: bool = False
 
 
@@ -76,7 +76,7 @@ class History:
     """History of earlier rounds, saved in the checkpoint.
 
     Attributes:
-        configuration: of the run; times of another configuration are not comparable.
+        configuration: configuration of the run; times of another configuration are not comparable.
         steps: seconds of a step in earlier normal rounds, median over ranks.
         waits: largest share of a step spent waiting for data, in earlier normal rounds.
         unusual: number of consecutive anomalous rounds, by `kind` or `kind/rank`.
@@ -107,8 +107,8 @@ def find_anomalies(
 
     Args:
         table: measurements by rank.
-        history: of earlier rounds.
-        config: of the recipe.
+        history: measurements of earlier rounds.
+        config: settings from the recipe.
     """
     # conditions that must hold for several rounds in a row, and their ends
     current = _slow_ranks(table, config) | _slow_steps(table, history, config)
@@ -253,12 +253,12 @@ def _over(key: str) -> Anomaly:
     kind, _, rank = key.partition("/")
     if kind == "gpu":
         seen = f"the GPU of rank {rank} ({{host}}) is no longer slowed"
-        return Anomaly(kind, seen, int(rank), is_over=True)
+        return Anomaly(kind, seen, int(rank), has_ended=True)
     if rank:
         seen = f"rank {rank} ({{host}}) is as fast as the others again"
-        return Anomaly(kind, seen, int(rank), is_over=True)
+        return Anomaly(kind, seen, int(rank), has_ended=True)
     what = {"mfu_drop": "the model FLOPs utilisation", "data_wait": "waiting for data"}[kind]
-    return Anomaly(kind, f"{what} is as usual again", is_over=True)
+    return Anomaly(kind, f"{what} is as usual again", has_ended=True)
 
 
 def _step(table: Sequence[RankTimes]) -> float:

@@ -7,6 +7,7 @@ All ranks judge the same table by the same rule (`anomalies.py`), and act at the
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -123,17 +124,22 @@ class Watch(Callback):
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Measure the delay since the previous log, and add metrics."""
         batch, now, paused = trainer.logged_batch, time.perf_counter(), trainer.paused_seconds
+
+        # compare the time since the previous log with the usual time per step
         if self._stretch is not None and batch > self._stretch[0]:
-            steps = batch - self._stretch[0]
-            seconds = now - self._stretch[1] - (paused - self._stretch[2])
-            if len(self._usual) >= 5:
+            last_batch, last_time, last_paused = self._stretch
+            steps = batch - last_batch
+            seconds = now - last_time - (paused - last_paused)
+            if len(self._usual) >= 5:  # fewer have no reliable median
                 excess = seconds - steps * median(self._usual)
                 if excess > self._stall:
                     self._stall = excess
                     self._stall_wait = metrics.get("time/data_wait", 0.0) * steps
             self._usual.append(seconds / steps)
         self._stretch = (batch, now, paused)
-        if self._ratio == self._ratio:
+
+        # add the metrics of the last round
+        if not math.isnan(self._ratio):
             metrics["time/slowest_rank"] = self._ratio
         if self._state.temperature:
             metrics["gpu/temperature"] = self._state.temperature
@@ -209,22 +215,22 @@ class Watch(Callback):
 
     def _act(self, trainer: Trainer, anomaly: Anomaly, host: str) -> None:
         """Report an anomaly, and stop the run if the recipe sets that."""
-        seen = anomaly.seen.replace("{host}", host)
-        action = "log" if anomaly.is_over else getattr(self._config, anomaly.kind)
-        key = f"callbacks.watch.{anomaly.kind}: {action}"
-        done = {"log": f"nothing is done ({key})", "stop": f"the run saves and ends ({key})"}
-        trainer.tracker.event(
-            anomaly.kind,
-            seen,
-            done[action],
-            step=trainer.batch,
-            action=action,
-            rank=anomaly.rank,
-            host=host,
-            **({"is_bad": True} if anomaly.is_bad else {}),
-        )
+        description = anomaly.seen.replace("{host}", host)
+
+        # the recipe has an action for each kind; the end of an anomaly is only logged
+        action = "log" if anomaly.has_ended else getattr(self._config, anomaly.kind)
+        setting = f"callbacks.watch.{anomaly.kind}: {action}"
         if action == "stop":
-            trainer.stop_and_save(seen)
+            reaction = f"the run saves and ends ({setting})"
+        else:
+            reaction = f"nothing is done ({setting})"
+
+        fields: dict[str, Any] = {"action": action, "rank": anomaly.rank, "host": host}
+        if anomaly.is_bad:
+            fields["is_bad"] = True
+        trainer.tracker.event(anomaly.kind, description, reaction, step=trainer.batch, **fields)
+        if action == "stop":
+            trainer.stop_and_save(description)
 
 
 class ForwardTimer:

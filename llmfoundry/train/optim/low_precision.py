@@ -94,7 +94,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
         Args:
             parameter: to update.
-            grad: its gradient.
+            grad: gradient of the parameter.
             group: settings.
             salt: a number of the parameter, for the stochastic rounding.
         """

@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         parameters: or parameter groups.
-        dtype: of the iteration, the same on all ranks; torch.optim.Muon uses bf16.
+        dtype: dtype of the iteration, the same on all ranks; torch.optim.Muon uses bf16.
     """
 
     found_inf: Tensor | None = None
@@ -113,7 +113,7 @@ class MatrixShard:
         grad: gradient of the rows.
         mean: momentum of the rows.
         heights: number of rows of each FSDP shard.
-        layout: of the parameter.
+        layout: layout of the parameter.
     """
 
     weight: Tensor

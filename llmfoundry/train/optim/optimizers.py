@@ -53,7 +53,7 @@ def build_optimizer(
         model: with parameters in the form (full or sharded) in which they will be updated.
         config: resolved.
         lora_plus_ratio: learning rate of the adapters' B, divided by that of others (LoRA+).
-        matmul_dtype: of matmuls with the recipe's precision.
+        matmul_dtype: dtype of matmuls with the recipe's precision.
 
     Raises:
         UserError: a group matches no remaining parameter, or one of its values has no effect.

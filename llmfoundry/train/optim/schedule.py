@@ -31,23 +31,26 @@ def _function(name: str) -> Callable[[ResolvedScheduleConfig, Clock, float], flo
 
 
 def cosine(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
-    """alpha_f + (1 - alpha_f) (1 + cos(pi x)) / 2, x the share of the way to t_max."""
+    """Multiplier that follows half a cosine from 1 to alpha_f at t_max."""
     share = _share_done(config, clock, since)
     return config.alpha_f + (1 - config.alpha_f) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def linear(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
-    """From 1 to alpha_f in a line."""
+    """Multiplier that decreases linearly from 1 to alpha_f."""
     return 1 - (1 - config.alpha_f) * _share_done(config, clock, since)
 
 
 def constant(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
-    """1."""
+    """Multiplier of 1."""
     return 1.0
 
 
 def stable_decay(config: ResolvedScheduleConfig, clock: Clock, since: float) -> float:
-    """1, then a line to alpha_f over the run's last t_cooldown (MiniCPM, Hu et al., 2024)."""
+    """Multiplier of 1 that decreases linearly to alpha_f over the last t_cooldown of the run.
+
+    Source: MiniCPM (Hu et al., 2024).
+    """
     return 1 - (1 - config.alpha_f) * _share_cooled(config, clock, since)
 
 
