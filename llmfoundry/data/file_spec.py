@@ -24,7 +24,9 @@ _USUAL = re.compile(
     r"(?:[\w-]{1,80}/){0,4}shard\.[0-9]{1,9}\.(?:mds(?:\.(?:br|bz2|gz|snappy|zstd))?|tokens)",
     re.ASCII,
 )
+# an absolute path, or a path with the folder ".."
 _NOT_WITHIN = re.compile(r"^/|(?:^|/)\.\.(?:/|$)")
+# empty parts, "." and a slash at the end; control characters and surrogates; names of our own files
 _NO_NAME = re.compile(
     rf"(?:^|/)\.?(?:/|$)|[\x00-\x1f\x7f\ud800-\udfff]"
     rf"|(?:^|/)(?:{re.escape(INDEX)}|{re.escape(COPIES)})$|(?:{PART}|{PACKED})$"
@@ -48,12 +50,17 @@ def wrong_name(name: str) -> str | None:
 
 def named_twice(names: Sequence[str]) -> tuple[int, int] | None:
     """Return the numbers of the first two equal names; None if all differ; "" is no name."""
-    if len(set(names) - {""}) == len(names) - names.count(""):
+    # a set is faster than the loop, and nearly all indices have distinct names
+    n_names = len(names) - names.count("")
+    if len(set(names) - {""}) == n_names:
         return None
-    known: dict[str, int] = {}
+    first_numbers: dict[str, int] = {}
     for n, name in enumerate(names):
-        if name and (before := known.setdefault(name, n)) != n:
-            return before, n
+        if not name:
+            continue
+        if name in first_numbers:
+            return first_numbers[name], n
+        first_numbers[name] = n
     return None
 
 

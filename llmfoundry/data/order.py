@@ -192,13 +192,19 @@ class _Epoch:
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         """Return the sequence numbers (n,) int64 at positions `places` (n,) int64 of the epoch."""
-        blocks, which = _distinct(self._block(places))
-        begins = self._begin(blocks)
-        keys = blocks.astype(np.uint64) + self._key
-        permutations = _Permutations(self._begin(blocks + 1) - begins, keys)
-        begin = begins[which]
-        places = begin + permutations.apply(places - begin, which)
-        return places + self._shift[np.searchsorted(self._ends, places, side="right")]
+        # a permutation for each block that has one of the positions
+        blocks, block_index = _distinct(self._block(places))
+        block_begins = self._begin(blocks)
+        block_sizes = self._begin(blocks + 1) - block_begins
+        permutations = _Permutations(block_sizes, blocks.astype(np.uint64) + self._key)
+
+        # shuffle the positions within their blocks
+        begins = block_begins[block_index]
+        shuffled = begins + permutations.apply(places - begins, block_index)
+
+        # convert to sequence numbers by the shard of each position
+        shards = np.searchsorted(self._ends, shuffled, side="right")
+        return shuffled + self._shift[shards]
 
     def shards_from(self, place: int) -> Iterator[int]:
         """Yield the shards of the blocks, from the block that contains `place` to the last."""
@@ -216,7 +222,8 @@ class _Epoch:
     def _begin(self, blocks: np.ndarray) -> np.ndarray:
         """Return the first position of each block. The block after the last begins at the end."""
         begins = self._first_cut + (blocks - 1) * self._size
-        return np.where(blocks == 0, 0, np.where(blocks > self._n_cuts, self._n_rows, begins))
+        begins = np.where(blocks > self._n_cuts, self._n_rows, begins)
+        return np.where(blocks == 0, 0, begins)
 
 
 class _Permutations:

@@ -529,9 +529,13 @@ def _mapping(entry: Mapping[str, Any], environment: Any) -> HubMapping:
     def template(text: str) -> Callable[[Row], Any]:
         """Compile a text field; a single expression whose value is None stays None."""
         columns.update(find_undeclared_variables(environment.parse(text)))
-        single_expression = re.fullmatch(r"\{\{((?:(?!\}\}).)*)\}\}", text)
+
+        # a text with more than one expression is rendered as text
+        single_expression = re.fullmatch(r"\{\{((?:(?!\}\}).)*)\}\}", text)  # {{…}} without }}
         if not single_expression:
             return environment.from_string(text).render
+
+        # rendering would turn None into "None", so the expression is evaluated instead
         evaluate = environment.compile_expression(single_expression[1], undefined_to_none=False)
 
         def render(variables: Row) -> str | None:

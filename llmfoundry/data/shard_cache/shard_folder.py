@@ -62,19 +62,27 @@ class ShardFolder:
         silence: why the index was read from the local shard cache; "": it was read from `url`.
     """
 
-    def __init__(self, url: str, options: FetchOptions, *, place: str | None, kept: Path | None):
+    def __init__(
+        self,
+        url: str,
+        options: FetchOptions,
+        *,
+        in_place_folder: Path | None,
+        cache_folder: Path | None,
+    ):
         """Initialize; callers use `open`.
 
         Args:
             url: URL or path of the files.
             options: options of downloads.
-            place: the folder, if files are read in place.
-            kept: folder of the local shard cache; None: a subfolder of the cache folder.
+            in_place_folder: folder whose files are read in place; None: files are downloaded.
+            cache_folder: folder of the local shard cache; None: a subfolder of the cache folder of
+                `options`.
         """
         self.url = url
         self._options = options
-        self._in_place_folder = None if place is None else Path(place)
-        self._cache_folder = kept
+        self._in_place_folder = in_place_folder
+        self._cache_folder = cache_folder
         self.silence = ""
         self._checked: set[str] = set()
         self._process: _Process | None = None
@@ -95,11 +103,12 @@ class ShardFolder:
         assert source is not None
         cache_folder = None if local_path is None else Path(local_path)
         if "://" in source:
-            return cls(source.rstrip("/"), options, place=None, kept=cache_folder)
+            url = source.rstrip("/")
+            return cls(url, options, in_place_folder=None, cache_folder=cache_folder)
         source = _absolute(source)
         if local_path is None or local_path == source:
-            return cls(source, options, place=source, kept=None)
-        return cls(source, options, place=None, kept=cache_folder)
+            return cls(source, options, in_place_folder=Path(source), cache_folder=None)
+        return cls(source, options, in_place_folder=None, cache_folder=cache_folder)
 
     @property
     def is_in_place(self) -> bool:

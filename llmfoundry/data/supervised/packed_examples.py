@@ -400,22 +400,28 @@ def packing_summary(
     counts, rows = packed.counts, packed.counts.rows
     padding = 1 - counts.tokens / (rows * options.seq_len)
     share = counts.loss_tokens / max(1, counts.tokens)
+
+    # examples, tokens and padding
     lines = [
         f"{key}: {_rows(counts.examples)} of {facts.format}, {counts.tokens:,} tokens,"
-        f" {counts.loss_tokens:,} learned ({share:.1%}); held out: {_rows(counts.held_out)}",
-        f"{key}: packed into {_rows(rows)} of {options.seq_len:,} tokens, {padding:.2%} padding"
-        if options.supervised.packing == "best_fit"
-        else f"{key}: each padded to {options.seq_len:,} tokens, {padding:.1%} padding",
+        f" {counts.loss_tokens:,} learned ({share:.1%}); held out: {_rows(counts.held_out)}"
     ]
+    length = f"{options.seq_len:,} tokens"
+    if options.supervised.packing == "best_fit":
+        lines.append(f"{key}: packed into {_rows(rows)} of {length}, {padding:.2%} padding")
+    else:
+        lines.append(f"{key}: each padded to {length}, {padding:.1%} padding")
+
+    # examples that packing dropped or truncated
     dropped = {NOTHING: "dropped", TOO_LONG: "dropped", TRUNCATED: f"to {options.seq_len:,} tokens"}
     dropped[REPEATS] = "dropped" if options.supervised.drop_duplicates else "kept"
     for what, count in counts.changed.items():
-        more = (
-            f", {counts.truncated_loss_tokens:,} learned tokens cut off"
-            if what == TRUNCATED
-            else ""
-        )
-        lines.append(_line(key, count, what, dropped[what] + more, counts.first[what]))
+        change = dropped[what]
+        if what == TRUNCATED:
+            change += f", {counts.truncated_loss_tokens:,} learned tokens cut off"
+        lines.append(_line(key, count, what, change, counts.first[what]))
+
+    # examples that the reader dropped or changed
     for what, count in facts.dropped.items():
         lines.append(_line(key, count, what, "dropped", facts.first[what]))
     lines += bad_lines(key, facts)
@@ -428,6 +434,8 @@ def packing_summary(
             " the chat template renders earlier answers otherwise than the last (the first:"
             f" {facts.first[SPLIT]})"
         )
+
+    # unread columns, and unread keys of messages ("messages[].key"), most frequent first
     columns = sorted(name for name in facts.unread if "[]." not in name)
     if columns:
         lines.append(f"{key}: columns not read: {shortened(', '.join(columns))}")

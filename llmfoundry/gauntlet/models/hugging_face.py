@@ -214,14 +214,15 @@ class HuggingFaceModel:
 
 def _read(target_scores: Tensor) -> Score:
     """Return the score of a request from the result of `score_targets` for its targets, (n, 4)."""
+    target_logprobs, best_logprobs = target_scores[:, 0], target_scores[:, 1]
     logprob, best, not_best, ties = target_scores.sum(0).tolist()
     return Score(
         logprob,
         greedy=not_best == ties == 0,
         tied=not_best == 0 and ties > 0,
         best_logprob=best,
-        mean_probability=float(target_scores[:, 0].exp().mean()),
-        least_best=float(target_scores[:, 1].min().exp()),
+        mean_probability=float(target_logprobs.exp().mean()),
+        least_best=float(best_logprobs.min().exp()),
     )
 
 

@@ -292,9 +292,10 @@ def _call(forest: Forest, requests: Sequence[ScoreRequest], share: RankShare, eo
     tokens, ends, table = write_rows(forest, share.rows, requests, shape=shape, fill=eos_id)
     padding = [share.width - row.used for row in share.rows]
     padding += [share.width] * (share.height - len(padding))
-    places, indices = torch.unique_consecutive(table[:, 0], return_inverse=True)
+    scored_positions, targets, request_numbers = table.unbind(1)
+    places, indices = torch.unique_consecutive(scored_positions, return_inverse=True)
     layout = PackedLayout.from_ends(ends, tuple(padding))
-    return _Call(tokens, layout, places, table[:, 1], indices, table[:, 2], share.chunks)
+    return _Call(tokens, layout, places, targets, indices, request_numbers, share.chunks)
 
 
 def write_rows(

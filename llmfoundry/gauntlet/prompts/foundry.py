@@ -64,18 +64,26 @@ def foundry_questions(
     other rows are examples, as there.
     """
     tokenizer, seq_len, special = settings.tokenizer, settings.seq_len, settings.around
+
+    # texts of the tokenizer calls: worked examples, contexts, answer options
     examples = _examples(rows, task, shots)
     reasoned = reasons(rows)
     spaced = len(tokenizer.encode(" a")) == 1  # R6
     preambles = [_preamble([rows[j] for j in examples[i]], task, reasoned) for i in keep]
     contexts = [_contexts(rows[i], task, p) for i, p in zip(keep, preambles, strict=True)]
     options = [type_of(task).write(rows[i], task, reasoned) for i in keep]
+
+    # encode each text once
     ids = _encode({*preambles, *_flat(contexts)}, tokenizer)
     answer_ids = _encode({_spaced(text, spaced) for text in _flat(options)}, tokenizer)
+
+    # tokens to leave free for generated answers
     n_new = 0
     if type_of(task).generates and settings.writes:
         n_special = len(special.before) + len(special.after)
         n_new = max_new_tokens(rows, task, tokenizer, room=seq_len, n_special=n_special)
+
+    # join the tokens of each question
     result = []
     for i, preamble, texts, its in zip(keep, preambles, contexts, options, strict=True):
         first = _first(ids[preamble], special, tokenizer)
