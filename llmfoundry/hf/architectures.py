@@ -203,18 +203,18 @@ SUM_TO_ONE = Requirement(
 
 
 def is_mixture(config: ResolvedModelConfig) -> bool:
-    """Whether the decoder's feed-forward layers are mixtures; else they are dense gated layers."""
+    """Return whether the feed-forward layers are mixtures of experts; otherwise they are dense."""
     return config.ffn_config.ffn_type == "dmoe"
 
 
 def attention_scale(config: ResolvedModelConfig) -> float:
-    """The factor on attention's logits."""
+    """Return the factor of the attention logits."""
     scale, width = config.attn_config.softmax_scale, config.head_dim
     return width**-0.5 if scale is None else scale
 
 
 def logits_divisor(config: ResolvedModelConfig) -> float:
-    """What Granite divides logits by; `config` is plain, so its logit_scale is a number."""
+    """Return the divisor of the logits in Granite; logit_scale of a plain config is a number."""
     factor = config.logit_scale
     assert not isinstance(factor, str)
     return 1.0 if factor is None else 1 / factor
@@ -287,12 +287,12 @@ def llama_fields(
 
 
 def head_dim(default: int | None = None) -> ConfigField:
-    """The width of a head, a key that several configs take without having a name for it."""
+    """Return the field of head_dim, which several configs accept as an extra key."""
     return ConfigField("head_dim", "head_dim", default)
 
 
 def read_nope(written: Mapping[str, Any], n_layers: int, problems: list[str]) -> list[bool]:
-    """Whether each layer rotates, by SmolLM3's and Llama 4's keys."""
+    """Return whether each layer applies RoPE, by the keys of SmolLM3 and Llama 4."""
     flags = written.get("no_rope_layers")
     if not flags:
         every = written.get("no_rope_layer_interval", 4)
@@ -356,7 +356,7 @@ def expert_fields(
     loss: str = "router_aux_loss_coef",
     also: tuple[str, ...] = (),
 ) -> tuple[ConfigField, ...]:
-    """The keys of a mixture.
+    """Return the fields of a mixture of experts.
 
     Args:
         defaults: what transformers takes where the next three are missing.
