@@ -389,7 +389,7 @@ def find(name: str, *, beside: Path, key: str) -> Path:
 
 
 def place_in_list(where: str, i: int, entry: Any) -> str:
-    """How messages name the entry i of a list: its number, and its label or name in brackets."""
+    """Return how messages name a list entry: its number, and its label or name in brackets."""
     name = entry.get("label", entry.get("name")) if isinstance(entry, Mapping) else None
     return f"{where}[{i}]" + (f" ({name})" if name is not None else "")
 
@@ -416,7 +416,7 @@ def read_section(cls: type[T], raw: Any, where: str, problems: list[str]) -> T |
 
 
 def _written_out(schema: Schema, raw: Mapping[Any, Any]) -> dict[Any, Any]:
-    """An entry without the keys that have no value, and with the brackets around lists of one."""
+    """Return an entry without empty keys, and with single values of list keys as lists."""
     return {
         name: _bracketed(schema.keys[name].hint, value) if name in schema.keys else value
         for name, value in raw.items()
@@ -434,7 +434,7 @@ def _bracketed(hint: Any, value: Any) -> Any:
 
 
 def _line(schema: Schema, problem: Problem, raw: Any, where: str) -> str:
-    """The message, in which list entries are named as `place_in_list` names them."""
+    """Return the message with list entries named by `place_in_list`."""
     inside = re.match(r"(\w+)\[(\d+)\]\.", problem.key)
     if inside is not None and problem.key not in raw:
         name, i = inside[1], int(inside[2])
@@ -450,7 +450,7 @@ BROKEN = "holds half a surrogate pair, which is no character; write the characte
 
 
 def is_broken(text: str) -> bool:
-    """Whether a text has no UTF-8: JSON and YAML can spell half a surrogate pair."""
+    """Return whether a text has a lone surrogate, which JSON and YAML allow and UTF-8 does not."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -92,11 +92,11 @@ class InputRange:
         file: which.
         start: where the part begins: a byte of lines, a row group of parquet.
         stop: where it ends; None: with the file.
-        n_bytes: how much of the file that is.
-        longest: bytes of a row of it, unpacked; `data.max_row_size`.
-        seen: called with how many of these bytes were read, for a progress bar.
-        options: how a URL is read.
-        on_bad_row: gets each row that cannot be read; blank text stands for it.
+        n_bytes: size of the range in the file.
+        longest: limit on the bytes of a decompressed row; `data.max_row_size`.
+        seen: called with the number of bytes read since the last call, for a progress bar.
+        options: options of downloads.
+        on_bad_row: called with each row that cannot be read; blank text replaces the row.
     """
 
     file: InputFile
@@ -114,14 +114,14 @@ class InputRange:
         return self.file.name
 
     def open(self) -> IO[bytes]:
-        """The file, seekable."""
+        """Open the file; it is seekable."""
         if "://" in self.name:
             return open_url(self.file.signed or self.name, self.file.size, self.options)
         with read_errors(self.name):
             return Path(self.name).open("rb")
 
     def chunks(self, place: int = 0) -> Iterator[bytes]:
-        """Its bytes from `place` on, beyond `stop` too, as they are kept."""
+        """Yield the stored bytes from offset `place` to the end of the file, also after `stop`."""
         left = self.n_bytes
         with self.open() as file, read_errors(self.name):
             if place:
@@ -132,7 +132,7 @@ class InputRange:
                 yield chunk
 
     def unpacked(self, place: int = 0) -> Iterator[bytes]:
-        """Its bytes from `place` on, decompressed if its name ends in .gz or .zst."""
+        """Yield the bytes of `chunks`, or of a whole .gz or .zst file, decompressed."""
         for name in file_names(self.name.lower()):
             if unpack := _UNPACK.get(name[name.rfind(".") :]):
                 return unpack(self)
@@ -159,7 +159,7 @@ class InputRange:
         """
         place = max(0, self.start - 1)
         lines = self._split(self.unpacked(place))
-        if self.start:  # the rest of a line of the part before, empty if that ends here
+        if self.start:  # skip the end of a line that begins in the previous range
             place += next(lines, (b"", 0))[1] + 1
         for number, (line, size) in enumerate(lines, start=1):
             if self.stop is not None and place >= self.stop:
@@ -171,7 +171,7 @@ class InputRange:
             place += size + 1
 
     def lines_before(self) -> int:
-        """Lines of the file before the part, read anew the first time; for messages."""
+        """Return the number of lines before the range; the first call reads them. For messages."""
         return self._n_lines_before
 
     @cached_property
@@ -180,34 +180,34 @@ class InputRange:
             left, count = self.start, 0
             while left and (chunk := file.read(min(CHUNK, left))):
                 left, count = left - len(chunk), count + chunk.count(b"\n")
-        # A line that begins before the part and ends in it is the part's predecessor's.
+        # A line that begins before the range and ends in it belongs to the previous range.
         return count if not self.start or chunk.endswith(b"\n") else count + 1
 
     def _split(self, chunks: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-        """Each line and its size; of one that is too long nothing is kept."""
+        """Yield each line and its size; a line that is too long is yielded as b""."""
         rest: list[bytes] = []
         size = 0
         for chunk in chunks:
-            *ended, last = chunk.split(b"\n")
-            for part in ended:
+            *complete, last = chunk.split(b"\n")
+            for part in complete:
                 size += len(part)
                 yield b"".join([*rest, part]) if size <= self.longest else b"", size
                 rest, size = [], 0
             size += len(last)
             rest = [*rest, last] if size <= self.longest else []
-            del chunk, last  # before the next is made: a small file may unpack to much
+            del chunk, last  # free memory before the next chunk is decompressed
         if size:
             yield b"".join(rest) if size <= self.longest else b"", size
 
 
 def path_text(path: str) -> str:
-    r"""A path as text: bytes that are not UTF-8 are spelled as \udcff."""
+    r"""Return a path as text; bytes that are not UTF-8 are written as \udcff."""
     return path.encode(errors="backslashreplace").decode()
 
 
 @contextmanager
 def read_errors(name: str | Path) -> Iterator[None]:
-    """The system's error for a file that cannot be read, in a line."""
+    """Turn an OSError into a UserError that names the file."""
     try:
         yield
     except OSError as error:

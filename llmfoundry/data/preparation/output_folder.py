@@ -66,13 +66,13 @@ class OutputFolder:
         atomic_write(path, data)
 
     def put(self, folder: Path, name: str) -> None:
-        """Move a folder of this machine there, in place of what is there by this name."""
+        """Move a local folder to the output as `name`; an existing file or folder is replaced."""
         self.remove(name)
         if self.here is not None:
             (self.here / name).parent.mkdir(parents=True, exist_ok=True)
             try:
                 publish(folder, self.here / name)
-            except OSError:  # another attempt at the same task was first, and made the same
+            except OSError:  # another attempt at the same task has put the same content there
                 if not (self.here / name).is_dir():
                     raise
             return
@@ -81,7 +81,7 @@ class OutputFolder:
             store.upload(file.relative_to(folder).as_posix(), file)
 
     def remove(self, name: str) -> None:
-        """A file or folder; nothing happens if there is none."""
+        """Delete a file or folder, if it exists."""
         if self.here is None:
             store = self._store()
             store.delete(store.files(name) or [name])
@@ -92,9 +92,10 @@ class OutputFolder:
 
     @contextmanager
     def scratch(self, below: str) -> Iterator[Path]:
-        """A folder of this machine to make something in, gone afterwards.
+        """Yield a temporary local folder, which is deleted afterwards.
 
-        Where the place is here, it is in its folder `below`, so that `put` only renames.
+        If the output is local, the temporary folder is in its subfolder `below`, so that `put`
+        only renames it.
         """
         parent = None
         if self.here is not None:
@@ -104,10 +105,10 @@ class OutputFolder:
             yield Path(folder)
 
     def _store(self, name: str = "") -> Store:
-        """The folder, or one below it, at a URL."""
+        """Return the store of the output folder, or of its subfolder `name`."""
         options = FetchOptions(storage_options=dict(self.storage_options))
         return Store(f"{self.folder}/{name}".rstrip("/"), options, key="prepare.output")
 
 
 SCRATCH = "scratch-"
-"""What the names of folders begin with that a killed process may leave."""
+"""Prefix of temporary folders, which remain if the process is killed."""

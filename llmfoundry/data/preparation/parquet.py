@@ -68,7 +68,7 @@ def cut_parquet(source: InputRange, longest: int) -> Iterator[tuple[int, int, in
 
 @contextmanager
 def _reading(source: InputRange) -> Iterator[None]:
-    """Pyarrow's errors in a line: what it cannot do, and what is wrong with a file."""
+    """Turn pyarrow's errors into a UserError: a limit of pyarrow, or a damaged file."""
     pyarrow = import_optional("pyarrow", f"{source.name}:", extra="data")
     import_optional("pyarrow.parquet", f"{source.name}:", extra="data")
     limits = (
@@ -97,17 +97,22 @@ class _RowGroups:
     """
 
     def __init__(self, opened: Any, columns: list[str] | None) -> None:
-        """Read the footer; of columns None are all."""
+        """Read the footer of the file.
+
+        Args:
+            opened: seekable file.
+            columns: columns to read; None: all.
+        """
         import pyarrow.parquet
 
         self._opened, self._columns = opened, columns
         self.file = pyarrow.parquet.ParquetFile(opened)
 
     def batches(self, group: int) -> Iterator[Any]:
-        """All rows of a group, in record batches.
+        """Yield the rows of a group in record batches.
 
-        A batch of which some rows are far longer than the others may be more than pyarrow holds in
-        one; the group's rows are then read one at a time.
+        If a few rows are much longer than the others, a batch may exceed pyarrow's limits. The
+        remaining rows of the group are then read one at a time.
         """
         import pyarrow
 

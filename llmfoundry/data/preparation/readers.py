@@ -612,13 +612,13 @@ class FileType(ChoiceRecord):
     """File type: `make(source, text_column)` yields (row, text)."""
 
     rows: bool = field(default=False, kw_only=True)
-    """It has rows with columns, from which `pick` takes the text."""
+    """Whether files have rows with columns, from which `pick` takes the text."""
     documents: bool = field(default=True, kw_only=True)
-    """It can be read as documents; false: only as rows with columns."""
+    """Whether files can be read as documents; false: only as rows with columns."""
     packed: bool = field(default=True, kw_only=True)
-    """Its name may also end with .gz or .zst; parquet is compressed internally."""
+    """Whether the file name may also end with .gz or .zst; parquet is compressed internally."""
     cut: Cut | None = field(default=None, kw_only=True)
-    """Splits a large file; None: the file cannot be split."""
+    """Function that splits a large file; None: files cannot be split."""
 
     def serves(self, text_column: str | None) -> bool:
         """Return whether the type can be read with this `text_column`."""
