@@ -87,8 +87,8 @@ def find_run(
 
     Args:
         url: such as s3://bucket/runs/mine, or s3://bucket/runs/mine/checkpoints/ba0000100.
-        key: of the recipe, for error messages.
-        options: of requests to the store; None: from the environment.
+        key: recipe key, for error messages.
+        options: options of requests to the store; None: from the environment.
     """
     options = options or FetchOptions()
     parts = url.rstrip("/").split("/")
@@ -159,7 +159,7 @@ class ObjectStorage(Storage):
         """Download the needed files of a checkpoint to this machine; collective.
 
         Args:
-            folder: of the checkpoint; on rank 0 it contains the small files.
+            folder: folder of the checkpoint; on rank 0 it contains the small files.
             sizes: sizes in bytes of the needed files.
             world: this rank.
 

@@ -43,7 +43,7 @@ def write_streamed(
         tensors: all tensors of the model with its shapes and dtypes, in the order of the files.
         state: content of state.json.
         files: other texts by name: recipe.yaml, tokenizer/...
-        journal: of the unfinished folder.
+        journal: journal of the unfinished folder.
     """
     # group the tensors by file
     limit = max(FILE_BYTES, sum(t.nbytes for t in tensors) // MOST_FILES)

@@ -461,7 +461,7 @@ def translate(
 
     Args:
         raw: the entry as it is written.
-        where: its place.
+        where: location of the entry, for messages.
         problems: receives what cannot be had.
         notes: receives what has no effect or another name here, each with the tasks' labels.
     """

@@ -74,7 +74,7 @@ class OwnLoss:
     """Objective that minimizes a `LossFunction`.
 
     Attributes:
-        name: of the function, for messages.
+        name: name of the function, for messages.
     """
 
     is_cross_entropy = False

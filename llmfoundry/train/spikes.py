@@ -229,7 +229,7 @@ class SpikeDecision:
     """Action taken for a flagged step.
 
     Attributes:
-        kind: of KINDS; if several occurred, the one with the most severe action.
+        kind: one of KINDS; if several occurred, the one with the most severe action.
         action: log, skip, roll_back or stop.
         seen: description of the observation, for the log.
         done: description of the action, for the log.

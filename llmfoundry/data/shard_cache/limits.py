@@ -97,9 +97,9 @@ class ShardCache:
         """Make room for a file that is going to be written; the shortage if there is none.
 
         Args:
-            part: its temporary file; it takes the reservation's size, as a hole without blocks.
-            n_bytes: how much it is going to take at most, its compressed form included.
-            ahead: it is not needed yet, so others that were fetched ahead stay.
+            part: temporary file of the download. It gets the reserved size as a sparse file.
+            n_bytes: most bytes that the download needs, including its compressed form.
+            ahead: whether the file is fetched ahead; other files fetched ahead are then retained.
 
         Raises:
             OSError: the accounts cannot be written.
