@@ -19,7 +19,7 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import Degrees
 
 FP32 = 4  # bytes of an attention score
-GATHERED_BLOCKS = 2  # the block at work, and the next one, which FSDP fetches meanwhile
+GATHERED_BLOCKS = 3  # the block at work, the buffer of the next all-gather, and its copy
 LOGIT_BYTES = 12  # of a logit: in fp32, its exponential, and a copy
 
 
