@@ -9,12 +9,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +30,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.recipe.after_training import ChatRecipe, EvalRecipe, GenerateRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import ParallelConfig
-from tests.tiny import finetune_recipe, run, write_recipe
+from tests.tiny import ENV, command, finetune_recipe, run, write_recipe
 from tests.warm_scripts import on_ranks
 
 ROWS = {
@@ -289,3 +293,69 @@ def test_a_layout_that_does_not_fit_is_one_line(
 ) -> None:
     printed = run_jobs(folder, 2, [evaluation(name, "refused", *words)])
     assert all(line in lines for (lines,) in printed)
+
+
+PEAK = """
+import os, re
+from llmfoundry.models import decoder
+from llmfoundry.builders import checkpoint, model_layout
+
+def peak():
+    text = open("/proc/self/status").read()
+    return int(re.search(r"VmHWM:\\s+(\\d+)", text)[1])
+
+def fill(loaded, world, note):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins here
+    before = peak()
+    filled(loaded, world, note)
+    decoder.Root.peak = lambda: peak() - before
+
+filled, checkpoint._fill_loaded = checkpoint._fill_loaded, fill
+run, decoder.Decoder.run = decoder.Decoder.run, lambda self, *a, **k: noted(run(self, *a, **k))
+
+def noted(result):
+    open(f"peak-{os.environ.get('RANK', '0')}", "w").write(str(decoder.Root.peak()))
+    return result
+"""
+
+
+@pytest.mark.slow
+def test_the_peak_memory_of_a_rank_shrinks_with_the_number_of_ranks(folder: Path) -> None:
+    """Of 50M parameters in 16 blocks; each rank also gathers up to three blocks at a time."""
+    (folder / "peak.py").write_text(PEAK)
+    wide = ("model.d_model=512", "model.n_heads=8", "model.n_layers=16", "max_duration=1ba")
+    run("train.py", "tiny.yaml", "run_name=wide", *wide, cwd=folder)
+    weights = 16 * 12 * 512**2 * 4 / 1024  # KiB
+    for size in (1, 2, 4):
+        words = ("eval=off", "eval.validation=true", "eval.validation_rows=4", "precision=fp32")
+        layout = degrees(shard=size) if size > 1 else []
+        plugin = "plugins=[./peak.py]"
+        run("eval.py", "runs/wide", *words, plugin, *layout, cwd=folder, processes=size)
+        peaks = [int((folder / f"peak-{rank}").read_text()) for rank in range(size)]
+        most = weights / size + (3 * weights / 16 if size > 1 else 0) + 2**16
+        assert max(peaks) < most, (size, peaks, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_ends_a_server_with_one_line(folder: Path, killed: int) -> None:
+    words = ["runs/dense", "port=0", "parallel=fsdp", "parallel.nproc_per_node=2"]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(
+        command("serve.py", *words), cwd=folder, env=ENV, stderr=pipe, stdout=pipe, text=True
+    )
+    assert server.stderr is not None
+    address = next(m[0] for line in server.stderr if (m := re.search(r"http://\S+/v1", line)))
+    body = json.dumps({"prompt": "line", "max_tokens": 4, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{address}/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert json.load(reply)["usage"]["completion_tokens"] == 4
+    (child,) = psutil.Process(server.pid).children()
+    (server if killed == 0 else child).kill()
+    status = server.wait(60)
+    lines = server.stderr.read().splitlines()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running()
+    expected = ["rank 1 was killed by SIGKILL; all ranks end"] if killed else []
+    assert (status, [line for line in lines if "rank" in line]) == (1 if killed else -9, expected)
