@@ -52,6 +52,8 @@ def plan_evaluation(recipe: EvalRecipe, hardware: Hardware | None = None) -> Row
         yield "" if number else "models", model
         if not is_outside(model):
             yield from run_memory_lines(model, recipe, hardware, replicas=True)
+    if recipe.launch is not None:
+        yield "runs", f"as a job of one machine, launched on {recipe.launch.target}"
     if recipe.eval is None:
         yield "measured", "what each run measured itself"
     elif recipe.eval.gauntlet is not None:

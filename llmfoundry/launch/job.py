@@ -21,6 +21,7 @@ import yaml
 from llmfoundry.errors import UserError
 from llmfoundry.launch.git import git_state
 from llmfoundry.launch.record import RUN, LaunchRecord
+from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.schema import Schema
@@ -32,6 +33,7 @@ RECIPE = "launch.yaml"
 """File of the composed recipe in the run's folder."""
 LOGS = "launch"
 """Subfolder of the run's folder for the job's output."""
+SUPERVISE, EVAL = "supervise", "eval"
 _END = "__llmfoundry_end_of_recipe__"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # one with a default may be missing
 
@@ -58,6 +60,8 @@ class Job:
     """Launch record; its job id is empty until the job is submitted."""
     changes: str
     """Diff of the repository against its commit; empty: no changes."""
+    program: str = SUPERVISE
+    """The command of llmfoundry that the job runs: a training run under its supervisor, or eval."""
 
     @property
     def nodes(self) -> int:
@@ -84,14 +88,19 @@ class Job:
         of = f"; commit {git['commit']}{' and changes' * bool(git['dirty'])}" if git else ""
         return f"{self.name}: {self.record.recipe} by llmfoundry launch{of}"
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the job is a training run, which a supervisor restarts."""
+        return self.program == SUPERVISE
+
     def command(self, recipe: str, *words: str) -> list[str]:
-        """Return the supervisor's command on the target.
+        """Return the command on the target.
 
         Args:
             recipe: path of the composed recipe on the target.
             words: overrides that the target needs.
         """
-        return [self.python, "-m", "llmfoundry", "supervise", recipe, *words, *self.own_words]
+        return [self.python, "-m", "llmfoundry", self.program, recipe, *words, *self.own_words]
 
     def torchrun(self, host: str) -> list[str]:
         """Return the override with which each supervisor starts its machine's processes.
@@ -153,17 +162,11 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
     Raises:
         UserError: the recipe contains a secret, or reads a variable that is not set on the target.
     """
-    # compose the recipe, without the keys of `launch`, and reject secrets
+    # compose the recipe, without the keys of `launch`
     config = recipe.launch
-    config.fill()
-    plain = as_written(recipe)
     known = Schema.of(FinetuneRecipe if isinstance(recipe, FinetuneRecipe) else TrainRecipe).keys
-    plain = {key: value for key, value in plain.items() if key in known}
-    text = dump(plain)
-    problems = [*_secrets_in(plain), *_unset_on_target(config, text)]
-    if problems:
-        raise UserError(*problems)
-    hide_variables(config.secrets)
+    plain = {key: value for key, value in as_written(recipe).items() if key in known}
+    text = _composed(config, plain)
 
     # the launch record
     folder = folder_here(recipe)
@@ -195,6 +198,64 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
         record=record,
         changes=changes,
     )
+
+
+def make_eval_job(recipe: EvalRecipe, *, given: str, overrides: Sequence[str]) -> Job:
+    """Return the job of a checked recipe of `scripts/eval.py` with a `launch` section.
+
+    Args:
+        recipe: checked.
+        given: the model, as the user wrote it.
+        overrides: words of the command line.
+
+    Raises:
+        UserError: the recipe contains a secret, or reads a variable that is not set on the target.
+    """
+    config = recipe.launch
+    assert config is not None
+    plain = {key: value for key, value in as_written(recipe).items() if key != "launch"}
+    text = _composed(config, plain)
+    models = recipe.all_models()
+    model = re.sub(r"[^\w.-]+", "-", models[0].rstrip("/").rpartition("/")[2]).strip("-")
+    folder = Path("runs") / f"eval-{model}"
+    git, changes = git_state()
+    record = LaunchRecord(
+        name=folder.name,
+        target=config.target,
+        job="",
+        nodes=1,
+        gpus_per_node=config.gpus_per_node or 0,
+        recipe=" ".join(given.split()),
+        overrides=[public_override(word) for word in overrides],
+        git=git,
+    )
+    return Job(
+        name=folder.name,
+        config=config,
+        folder=folder,
+        text=f"# {public(record.recipe)} as scripts/eval.py composed it.\n{text}",
+        own_words=[],
+        launches_itself=False,
+        acts=False,
+        record=record,
+        changes=changes,
+        program=EVAL,
+    )
+
+
+def _composed(config: LaunchConfig, plain: dict[str, Any]) -> str:
+    """Return a recipe as YAML, and resolve the defaults of its launch section.
+
+    Raises:
+        UserError: the recipe contains a secret, or reads a variable that is not set on the target.
+    """
+    config.fill()
+    text = dump(plain)
+    problems = [*_secrets_in(plain), *_unset_on_target(config, text)]
+    if problems:
+        raise UserError(*problems)
+    hide_variables(config.secrets)
+    return text
 
 
 def folder_here(recipe: TrainRecipe) -> Path:

@@ -59,8 +59,12 @@ def render(job: Job) -> str:
         *job.environment("from the shell of sbatch"),
         *config.setup,
     ]
+    recipe = str(folder / RECIPE)
+    if not job.is_supervised:
+        command = job.command(recipe, *job.own_processes())
+        return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
     words = [*_supervise(job), "supervise.requeue=$requeue"]
-    command = job.command(str(folder / RECIPE), *words)
+    command = job.command(recipe, *words)
     quoted = (f'"{word}"' if word.endswith("$requeue") else shlex.quote(word) for word in command)
     held = f"exec {shlex.quote(job.python)} -c {shlex.quote(_HOLD)}"
     return "\n".join([*lines, " \\\n    ".join([held, *quoted]), ""])

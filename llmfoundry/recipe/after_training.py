@@ -17,6 +17,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.loopback import is_loopback
 from llmfoundry.recipe.checks import inert_change, nearest, set_defaults
 from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.registry import ExportRegistry, RegistryPlace
@@ -93,6 +94,9 @@ class EvalRecipe:
     the MLflow store of the run, or of models:/NAME; for other models none."""
     registry: RegistryPlace = field(default_factory=RegistryPlace)
     """MLflow store for models:/NAME@alias."""
+    launch: LaunchConfig | None = None
+    """Where the evaluation runs (group launch/), as a job of one machine; unset: here. The record
+    of the job is in runs/eval-NAME."""
     cache_folder: Annotated[str, PATH] = "~/.cache/llmfoundry"
     """Folder of tokenized prompts, for models without a run."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -121,6 +125,24 @@ class EvalRecipe:
         if self.eval is not None:
             yield from self.eval.check()
         yield from self.parallel.check()
+        yield from self._check_launch()
+
+    def _check_launch(self) -> Iterator[str]:
+        launch = self.launch
+        if launch is None:
+            return
+        problems = [*launch.check()] or [*launch.check_launch()]
+        yield from problems
+        if (launch.nodes or 1) > 1 or len(launch.hosts) > 1:
+            yield "launch.nodes: an evaluation runs on one machine; write 1, or one host"
+        if launch.target == "skypilot":
+            yield "launch.target: skypilot is only printed, for training; write another target"
+        place = self.output or next(iter(self.all_models()), "")
+        if launch.in_containers(place):
+            yield (
+                f"output: {place} is lost with the container that writes it; write a folder on a"
+                " volume: launch.mounts=[runs:/runs] output=/runs/scores"
+            )
 
     def fill(self) -> None:
         """Do nothing: the defaults depend on the checkpoint."""

@@ -10,6 +10,7 @@ from llmfoundry.api.examine import PAGE, Examined, check_models, examine
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model_layout import join_layout
 from llmfoundry.checkpoint.record_sync import send_files
+from llmfoundry.cli.commands.launch import launch_evaluation
 from llmfoundry.distributed.local_ranks import with_local_ranks
 from llmfoundry.files import write_json
 from llmfoundry.gauntlet.paired import PairedComparison, compare_rows
@@ -31,8 +32,13 @@ def evaluate(recipe: EvalRecipe) -> None:
             them; found before the first is asked.
         SystemExit: 1, where tasks were asked and not one of them has a score.
     """
-    check_models(recipe)
-    check_gauntlet(recipe.eval or EvalConfig())
+    is_elsewhere = recipe.launch is not None and recipe.launch.target not in ("local", "slurm")
+    if not is_elsewhere:
+        check_models(recipe)
+        check_gauntlet(recipe.eval or EvalConfig())
+    if recipe.launch is not None:
+        launch_evaluation(recipe)
+        return
     with (
         with_local_ranks(recipe.parallel, replicas=True),
         join_layout(recipe.parallel) as (world, layout),

@@ -17,10 +17,11 @@ from llmfoundry.files import atomic_write, one_at_a_time
 from llmfoundry.launch import record as records
 from llmfoundry.launch import skypilot
 from llmfoundry.launch.git import DIFF
-from llmfoundry.launch.job import LOGS, RECIPE, Job, make_job
+from llmfoundry.launch.job import LOGS, RECIPE, Job, make_eval_job, make_job
 from llmfoundry.launch.runs import is_held
 from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.console import Console
+from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.before_training import LaunchRecipe
 from llmfoundry.recipe.paths import show
 from llmfoundry.recipe.train import ResolvedTrainRecipe
@@ -47,6 +48,21 @@ def launch(recipe: ResolvedTrainRecipe) -> None:
     run_folder = record.where.get(records.RUN)
     if run_folder:
         rows.append(("its folder", run_folder))
+    Console().banner([*rows, ("recipe", show(job.folder / RECIPE))])
+
+
+def launch_evaluation(recipe: EvalRecipe) -> None:
+    """Submit a checked recipe of scripts/eval.py to the target of its `launch` section.
+
+    Raises:
+        UserError: it runs there already, or the target's client is missing or refuses.
+    """
+    command = parse(sys.argv[1:])
+    given = ", ".join(recipe.all_models())
+    job = make_eval_job(recipe, given=given, overrides=command.overrides)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    record = submit(job)
+    rows = [("launched", f"{record.target} {record.job}"), ("logs", show(job.folder / LOGS))]
     Console().banner([*rows, ("recipe", show(job.folder / RECIPE))])
 
 
