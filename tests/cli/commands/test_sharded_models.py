@@ -7,6 +7,7 @@ rows, so that some of four ranks have none.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -90,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_meetings = itertools.count()
 Job = tuple[str, list[str]]
 """A command (eval, generate or chat) with its words."""
 
@@ -129,6 +131,7 @@ def commands(rank: int, size: int, folder: Path, meeting_place: str, jobs: Seque
     printed = [_printed(command, words) for command, words in jobs]
     (folder / f"printed-{size}-{rank}.json").write_text(json.dumps(printed))
     if size > 1:
+        dist.barrier()  # a rank that leaves early breaks connections that others still open
         dist.destroy_process_group()
 
 
@@ -155,7 +158,7 @@ def _printed(command: str, words: list[str]) -> str:
 
 def run_jobs(folder: Path, size: int, jobs: Sequence[Job]) -> list[list[str]]:
     """Run commands on so many ranks; return what each rank printed."""
-    meeting_place = str(folder / f"meeting-{len(list(folder.glob('meeting*')))}")
+    meeting_place = str(folder / f"meeting-{next(_meetings)}")
     on_ranks(commands, (size, folder, meeting_place, jobs), size)
     files = [folder / f"printed-{size}-{rank}.json" for rank in range(size)]
     return [json.loads(file.read_text()) for file in files]
