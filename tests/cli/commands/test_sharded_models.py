@@ -11,10 +11,12 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,54 @@ def test_the_peak_memory_of_a_rank_shrinks_with_the_number_of_ranks(folder: Path
         peaks = [int((folder / f"peak-{rank}").read_text()) for rank in range(size)]
         most = weights / size + (3 * weights / 16 if size > 1 else 0) + 2**16
         assert max(peaks) < most, (size, peaks, weights)
+
+
+def answers(folder: Path, name: str, *words: str) -> list[str]:
+    """Return the texts of a server for prompts that are sent at the same time."""
+    pipe, common = subprocess.PIPE, [f"runs/{name}", "port=0", "slots=2", "precision=fp32"]
+    start = command("serve.py", *common, *words)
+    server = subprocess.Popen(start, cwd=folder, env=ENV, stderr=pipe, stdout=pipe, text=True)
+    assert server.stderr is not None
+    address = next(m[0] for line in server.stderr if (m := re.search(r"http://\S+/v1", line)))
+
+    def ask(number: int) -> str:
+        body = {"prompt": f"line {number} of" * number, "max_tokens": 9, "seed": number}
+        body |= {"temperature": number % 2}
+        request = urllib.request.Request(f"{address}/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            text: str = json.load(reply)["choices"][0]["text"]
+            return text
+
+    with ThreadPoolExecutor(5) as pool:
+        texts = list(pool.map(ask, range(1, 6)))
+    server.send_signal(signal.SIGINT)
+    assert server.wait(60) == 0
+    return texts
+
+
+@pytest.mark.slow
+def test_a_server_of_several_ranks_answers_as_one_process_does(folder: Path) -> None:
+    layouts = {
+        "dense": [degrees(shard=2), degrees(tensor=2)],
+        "experts": [degrees(shard=2, expert=2)],
+    }
+    for name, sharded in layouts.items():
+        expected = answers(folder, name)
+        for words in sharded:
+            assert answers(folder, name, *words, "parallel.nproc_per_node=2") == expected, words
+
+
+@pytest.mark.slow
+def test_sixteen_bits_are_sharded_too(folder: Path) -> None:
+    """Of the logits the texts only: two tokens may be almost equally likely."""
+    for name, layout in {"dense": degrees(tensor=2), "experts": degrees(shard=2, expert=2)}.items():
+        jobs: list[Job] = []
+        for precision in ("bf16", "fp16"):
+            words = [f"checkpoint=runs/{name}", *GENERATE, *layout, f"precision={precision}"]
+            jobs.append(("generate", words))
+        first, _ = run_jobs(folder, 2, jobs)
+        assert all(text.startswith("line 3") and len(text) > 10 for text in first), first
 
 
 @pytest.mark.slow
