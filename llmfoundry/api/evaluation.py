@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import torch.distributed as dist
 
 from llmfoundry.api.examine import Examined, check_models, examine
-from llmfoundry.api.model import Model
+from llmfoundry.api.model import Model, in_eval_mode
 from llmfoundry.api.progress import QuietConsole
 from llmfoundry.api.recipes import checked_words
 from llmfoundry.api.run import Rows, Run
 from llmfoundry.builders.model_layout import join_layout
-from llmfoundry.builders.open_model import OpenedModel
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.paired import PairedComparison, compare_rows
 from llmfoundry.recipe.after_training import EvalRecipe
@@ -231,11 +230,9 @@ def evaluate(
     """
     is_one = isinstance(models, Model | Run | str | os.PathLike)
     given: list[Any] = [models] if is_one else [*models]  # type: ignore[misc]
-    live, names = dict[str, OpenedModel](), list[str]()
-    for model in given:
-        names.append(_name(model, live))
-        if isinstance(model, Model):
-            live[names[-1]] = model.opened
+    names = _names(given)
+    held = {n: model for n, model in zip(names, given, strict=True) if isinstance(model, Model)}
+    live = {name: model.opened for name, model in held.items()}
     recipe = _recipe(names, tasks, rows, output, settings)
     check_models(recipe, live)
     if dist.is_initialized():
@@ -244,24 +241,34 @@ def evaluate(
             " torch.distributed.destroy_process_group() before"
         )
     with join_layout(recipe.parallel) as (world, layout):
-        devices = {model.device for model in given if isinstance(model, Model)}
+        devices = {model.device for model in held.values()}
         if len(devices) > 1:
             raise UserError("evaluate: the models are on several devices; write one at a time")
         world = replace(world, device=devices.pop()) if devices else world
         console, results = QuietConsole(is_main=world.is_main), list[Scores]()
-        for found in examine(recipe, world, layout, console, live):
-            if output is not None and world.is_main:
-                found.write()
-            results.append(Scores(found))
+        with in_eval_mode(*held.values()):
+            for found in examine(recipe, world, layout, console, live):
+                if output is not None and world.is_main:
+                    found.write()
+                results.append(Scores(found))
     return results[0] if is_one else results
 
 
-def _name(model: Evaluated, live: Mapping[str, OpenedModel]) -> str:
-    """Return the name of a model, which differs from those of other models in memory."""
-    if not isinstance(model, Model):
-        return os.fspath(model)
-    n = sum(name.partition(" #")[0] == model.name for name in live)
-    return f"{model.name} #{n + 1}" if n else model.name
+def _names(models: Sequence[Evaluated]) -> list[str]:
+    """Return the models' names; that of a model in memory differs from all others."""
+    taken = {os.fspath(model) for model in models if not isinstance(model, Model)}
+    names = list[str]()
+    for model in models:
+        if not isinstance(model, Model):
+            names.append(os.fspath(model))
+            continue
+        name, n = model.name, 1
+        while name in taken:
+            n += 1
+            name = f"{model.name} #{n}"
+        taken.add(name)
+        names.append(name)
+    return names
 
 
 def _recipe(

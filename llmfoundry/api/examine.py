@@ -185,16 +185,20 @@ def check_models(recipe: EvalRecipe, live: Live = _NONE) -> None:
                 _is_outside(name, live) for name in recipe.all_models()
             )
             if not has_run and (recipe.eval is None or recipe.eval.gauntlet is None):
-                raise UserError(
-                    f"eval: {model} has no run that says what to measure; write eval=v0.3, another"
-                    " choice of yamls/eval, or eval.gauntlet=FILE"
-                )
+                raise _no_run(model)
             if model not in live:
                 check_outside(model, None if recipe.eval is None else recipe.eval.icl_seq_len)
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*problems)
+
+
+def _no_run(model: str) -> UserError:
+    return UserError(
+        f"eval: {model} has no run that says what to measure; write eval=v0.3, another choice of"
+        " yamls/eval, or eval.gauntlet=FILE"
+    )
 
 
 @dataclass(frozen=True)
@@ -554,7 +558,8 @@ def _outside_tasks(
 ) -> tuple[ExternalModel, Gauntlet]:
     """Open a model from elsewhere without its weights, and read the questions for it."""
     config = recipe.eval if recipe.eval is not None or host is None else host.config
-    assert config is not None, "checked before"
+    if config is None:  # of a version, whose address was not known to `check_models`
+        raise _no_run(model)
     if config.gauntlet is None:
         raise UserError(
             f"eval: {model} can only be asked a gauntlet, and the run beside it was asked none;"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, overload
 
@@ -56,6 +57,7 @@ class Model(nn.Module):
         self.name, self.precision = opened.name, loaded.precision
         self._opened, self._loaded = opened, loaded
         self.module: nn.Module = loaded.hugging_face if loaded.root is None else loaded.root.model
+        self.training = self.module.training
 
     @property
     def device(self) -> torch.device:
@@ -78,8 +80,17 @@ class Model(nn.Module):
         Args:
             ids: tokens; without a `layout` each sequence is one document.
             layout: documents that are packed into a sequence, such as `batch.layout`.
+
+        Raises:
+            UserError: there is a `layout`, and the module is a class of transformers.
         """
         loaded = self._on_device()
+        if loaded.root is None and layout is not None:
+            kind = type(self.module).__name__
+            raise UserError(
+                f"layout: {kind} of transformers takes no packed documents; call the model with one"
+                " document in each sequence, without a layout"
+            )
         with loaded.autocast():
             if loaded.root is None:
                 return self.module(ids).logits
@@ -106,9 +117,7 @@ class Model(nn.Module):
         words = words_of({"checkpoint": self.name, "prompt": prompt if is_text else "", **settings})
         recipe = checked_words(GenerateRecipe, None, words)
         recipe.fill()
-        was_training = self.training
-        self.eval()
-        try:
+        with in_eval_mode(self):
             if isinstance(prompt, str):
                 return "".join(continue_prompt(recipe, self._opened, self._on_device()))
             if prompt.numel() != prompt.shape[-1] or not prompt.numel():
@@ -116,8 +125,6 @@ class Model(nn.Module):
             ids = prompt.flatten().tolist()
             tokens = Drawer(recipe, self._on_device()).draw(ids, recipe.max_new_tokens)
             return torch.tensor([[*ids, *tokens]], device=self.device)
-        finally:
-            self.train(was_training)
 
     def _on_device(self) -> LoadedModel:
         """The model where its weights are now."""
@@ -134,7 +141,7 @@ class Model(nn.Module):
         opened = self._opened
         if checkpoint is not None and root is not None:
             opened = replace(opened, checkpoint=replace(checkpoint, root=root))
-        return Model(opened, loaded).train(self.training)
+        return Model(opened, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -242,6 +249,7 @@ def build(
     else:
         pretrained.fill(root.model)
         begin_adapter(root.model, resolved)
+    root.eval()
     config = root.model.config
     is_class = isinstance(resolved.model, HFModelConfig)
     loaded = LoadedModel(
@@ -251,12 +259,25 @@ def build(
         end_ids=frozenset(tokenizer.end_ids),
         n_tokens=config.vocab_size,
         longest=longest_document(config),
-        root=None if is_class else root.eval(),
+        root=None if is_class else root,
         hugging_face=getattr(root.model, "hf", None) if is_class else None,
     )
     name, start = f"{resolved.run_name}, before training", tuple(tokenizer.document_start)
     opened = OpenedModel(name, tokenizer, config.max_seq_len, start, load=lambda: loaded)
     return Model(opened, loaded)
+
+
+@contextmanager
+def in_eval_mode(*models: Model) -> Iterator[None]:
+    """Set models to eval mode; afterwards each of their modules has its mode again."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def this_process(device: str | torch.device | None = None) -> World:
