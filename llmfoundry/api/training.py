@@ -256,6 +256,10 @@ def _take_loss(recipe: ResolvedTrainRecipe, loss: LossFunction) -> None:
     name = getattr(loss, "__name__", type(loss).__name__)
     if not callable(loss):
         raise UserError(f"loss: {loss!r} is no function of model and batch")
+    if name == CROSS_ENTROPY:
+        raise UserError(
+            f"loss: the function is called {name}, as the built-in loss is; give it another name"
+        )
     if recipe.loss.name != CROSS_ENTROPY:
         raise UserError(f"loss: {name}, but loss.name is {recipe.loss.name}; write one of the two")
     if isinstance(recipe, ResolvedFinetuneRecipe) and recipe.preference.name != "none":

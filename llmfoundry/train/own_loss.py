@@ -53,7 +53,7 @@ class LossModel:
         attend as the recipe says. Other tokens take another forward pass; without a `layout` each
         of their sequences is one document. Routers' auxiliary losses are of the first pass alone.
         """
-        if tokens is self._batch.tokens and layout in (None, self._batch.layout):
+        if tokens is self._batch.tokens and (layout is None or layout is self._batch.layout):
             return self.module.head(self.hidden)
         hidden, _ = self.module.run(tokens, layout)
         return self.module.head(hidden)
