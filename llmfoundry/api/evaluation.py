@@ -14,13 +14,12 @@ import torch.distributed as dist
 from llmfoundry.api.examine import Examined, check_models, examine
 from llmfoundry.api.model import Model, in_eval_mode
 from llmfoundry.api.progress import QuietConsole
-from llmfoundry.api.recipes import checked_words
+from llmfoundry.api.recipes import checked_texts
 from llmfoundry.api.run import Rows, Run
 from llmfoundry.builders.model_layout import join_layout
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.paired import PairedComparison, compare_rows
 from llmfoundry.recipe.after_training import EvalRecipe
-from llmfoundry.recipe.overrides import words_of
 from llmfoundry.terminal import columns
 
 if TYPE_CHECKING:
@@ -278,13 +277,16 @@ def _recipe(
     output: str | os.PathLike[str] | None,
     settings: Mapping[str, Any],
 ) -> EvalRecipe:
-    values: dict[str, Any] = {"checkpoint": names[0]} if len(names) == 1 else {"models": [*names]}
+    texts: dict[str, str | list[str]] = {"models": [*names]}
+    if len(names) == 1:
+        texts = {"checkpoint": names[0]}
+    if output is not None:
+        texts["output"] = os.fspath(output)
+    values: dict[str, Any] = {}
     if tasks is not None:
         is_file = os.fspath(tasks).endswith((".yaml", ".yml"))
         values["eval.gauntlet" if is_file else "eval"] = tasks
-    if output is not None:
-        values["output"] = output
     if rows is not None:
         values["eval.icl_rows"] = rows
     values |= {f"eval.{name}": value for name, value in settings.items()}
-    return checked_words(EvalRecipe, None, words_of(values))
+    return checked_texts(EvalRecipe, texts, values)

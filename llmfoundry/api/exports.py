@@ -8,11 +8,11 @@ from typing import Any
 
 from llmfoundry.api.conversion import convert as convert_checkpoint
 from llmfoundry.api.model import Model
-from llmfoundry.api.recipes import checked_words
+from llmfoundry.api.recipes import checked_texts
 from llmfoundry.api.run import Run
+from llmfoundry.builders.registry import address_of
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.after_training import ConvertRecipe
-from llmfoundry.recipe.overrides import words_of
 
 
 def convert(
@@ -39,11 +39,18 @@ def convert(
     Raises:
         UserError: the model cannot be written so; nothing is written.
     """
-    if isinstance(model, Model) and model.opened.checkpoint is None:
-        raise UserError(f"convert: {model.name} has no checkpoint; train it, or name a run")
-    name = model.name if isinstance(model, Model) else os.fspath(model)
-    values = {"checkpoint": name, "output": output, "to": to}
-    values |= {key.rstrip("_"): value for key, value in settings.items()}
+    texts = {"checkpoint": _address(model), "output": os.fspath(output)}
+    values = {"to": to} | {key.rstrip("_"): value for key, value in settings.items()}
     given = {key: value for key, value in values.items() if value is not None}
-    convert_checkpoint(checked_words(ConvertRecipe, None, words_of(given)))
+    convert_checkpoint(checked_texts(ConvertRecipe, texts, given))
     return Path(output).expanduser()
+
+
+def _address(model: Model | Run | str | os.PathLike[str]) -> str:
+    """Return the name of what is converted; of a `Model` the address of its own checkpoint."""
+    if not isinstance(model, Model):
+        return os.fspath(model)
+    loaded = model.opened.checkpoint
+    if loaded is None:
+        raise UserError(f"convert: {model.name} has no checkpoint; train it, or name a run")
+    return address_of(loaded.checkpoint.storage, loaded.folder)

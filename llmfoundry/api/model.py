@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmfoundry.api.generation import Drawer, continue_prompt
-from llmfoundry.api.recipes import Overrides, checked_recipe, checked_words
+from llmfoundry.api.recipes import Overrides, checked_recipe, checked_texts
 from llmfoundry.builders.adapter import adapt, begin_adapter
 from llmfoundry.builders.model import build_root, served_precision
 from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
@@ -29,7 +29,6 @@ from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.after_training import GenerateRecipe
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
-from llmfoundry.recipe.overrides import words_of
 from llmfoundry.recipe.train import TrainRecipe
 
 
@@ -113,9 +112,8 @@ class Model(nn.Module):
         Raises:
             UserError: a setting is unknown or out of range, or the prompt is too long.
         """
-        is_text = isinstance(prompt, str)
-        words = words_of({"checkpoint": self.name, "prompt": prompt if is_text else "", **settings})
-        recipe = checked_words(GenerateRecipe, None, words)
+        text = prompt if isinstance(prompt, str) else ""
+        recipe = checked_texts(GenerateRecipe, {"checkpoint": self.name, "prompt": text}, settings)
         recipe.fill()
         with in_eval_mode(self):
             if isinstance(prompt, str):
@@ -204,8 +202,7 @@ def load(
     """
     written = os.fspath(name)
     # The precision is checked as scripts/generate.py checks it.
-    words = words_of({"checkpoint": written, "prompt": "", "precision": precision})
-    recipe = checked_words(GenerateRecipe, None, words)
+    recipe = checked_texts(GenerateRecipe, {"checkpoint": written}, {"precision": precision})
     world = this_process(device)
     address = find_address(written, "checkpoint", world, uri=recipe.registry.uri, note=to_stderr)
     opened = open_model(address, world, note=to_stderr, precision=precision)

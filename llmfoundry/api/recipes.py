@@ -15,11 +15,11 @@ from typing import Any, TypeAlias, TypeVar
 from llmfoundry.errors import UserError
 from llmfoundry.migrate.other_tools import register_other_tools
 from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
-from llmfoundry.recipe.load import checked, recheck
+from llmfoundry.recipe.load import checked, read, recheck
 from llmfoundry.recipe.overrides import words_of
 from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import notes
-from llmfoundry.redaction import public
+from llmfoundry.recipe.typed import notes, require
+from llmfoundry.redaction import hide, public
 
 Overrides: TypeAlias = "Mapping[str, Any] | Sequence[str]"
 """Values by dotted key, or words as on the command line."""
@@ -68,6 +68,26 @@ def checked_words(kind: type[T], path: str | Path | None, words: Sequence[str]) 
     """Return a recipe of some kind, checked, with the hints that scripts give."""
     register_other_tools()
     return checked(kind, path, words)
+
+
+def checked_texts(
+    kind: type[T], texts: Mapping[str, str | list[str]], values: Mapping[str, Any]
+) -> T:
+    """Return a recipe of some kind, checked, with values by key.
+
+    The `texts` of a program, such as prompts and paths, are taken literally. In `values`, as on the
+    command line, quotes, null and ${...} have a meaning.
+    """
+    register_other_tools()
+    hide(texts)
+    recipe, _ = read(kind, None, words_of(values))  # its check is made below, with the texts
+    require(recipe)
+    for key, text in texts.items():
+        setattr(recipe, key, text)
+    problems = [*recipe.check()]  # type: ignore[attr-defined]
+    if problems:
+        raise UserError(*problems)
+    return recipe
 
 
 def checked_recipe(given: TrainRecipe | str, overrides: Overrides = ()) -> TrainRecipe:

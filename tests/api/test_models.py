@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,3 +77,44 @@ def test_a_loss_of_the_built_in_ones_name_is_refused(here: Path) -> None:
 
     with pytest.raises(lf.UserError, match="loss: the function is called cross_entropy"):
         lf.train("tiny.yaml", {"run_name": "refused"}, loss=cross_entropy)
+
+
+def test_texts_of_a_program_are_taken_literally(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONLY_HERE", "secret")
+    name = f"{tmp_path}/it's ${{oc.env:ONLY_HERE}}, 'null'"
+    shutil.copytree("runs/quickstart", name)
+    model = lf.load(name)
+    assert model.name == name
+    for prompt in ("'x'", "null", "", "???", "${oc.env:ONLY_HERE}", '"\\', "[a, b]"):
+        ids = model.generate(model.tokenizer(prompt), max_new_tokens=2)
+        text = model.generate(prompt, max_new_tokens=2)
+        assert text.startswith(prompt) and model.tokenizer.decode(ids[:, 1:]).startswith(prompt)
+    output = Path(f"{tmp_path}/${{oc.env:ONLY_HERE}}")
+    lf.evaluate(name, "generated_easy", rows=1, output=output)
+    assert (output / "results.json").is_file()
+    assert lf.convert(name, f"{output}/'hf'").is_dir()
+    with pytest.raises(lf.UserError, match=r"unknown key 'max_new_token'"):
+        model.generate("x", max_new_token=2)
+    with pytest.raises(lf.UserError, match="is there more than once"):
+        lf.evaluate([name, name], "generated_easy")
+
+
+def test_a_model_is_converted_from_its_own_checkpoint(
+    here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = lf.train(
+        "tiny.yaml", {"run_name": "longer", "max_duration": "2ba", "save_interval": "1ba"},
+        show="nothing",
+    )  # fmt: skip
+    first = lf.load(run.folder / "checkpoints" / "ba0000001")
+    newest = run.model()
+    lf.train(
+        "tiny.yaml", {"run_name": "longer", "max_duration": "3ba", "save_interval": "1ba"},
+        show="nothing",
+    )  # fmt: skip
+    for model, batch in ((first, 1), (newest, 2)):
+        capsys.readouterr()
+        lf.convert(model, tmp_path / str(batch))
+        assert f"checkpoints/ba000000{batch} is " in capsys.readouterr().out
