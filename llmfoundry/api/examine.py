@@ -8,6 +8,7 @@ no computation. Then the models are evaluated one after another.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import time
@@ -140,6 +141,7 @@ def examine(
     waiting = _ready(recipe, named, world, layout, console, live)
     while waiting:
         yield waiting.popleft()()
+        gc.collect()  # a sharded model is in reference cycles
 
 
 def with_addresses(

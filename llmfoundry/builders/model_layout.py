@@ -1,6 +1,6 @@
 """Layout of a loaded model: how eval, generate, chat and serve distribute it over processes.
 
-Entry point: `join_layout`, which commands call after `relaunch`. The layout is the recipe's
+Entry point: `join_layout`, which commands call after `with_local_ranks`. The layout is the recipe's
 `parallel` section, as in training. By default every process holds the full model. With FSDP, tensor
 or expert parallelism, `ModelLayout.place` shards a model that is still on the meta device, so that
 no process ever holds all weights. Every rank must then enter every forward pass.

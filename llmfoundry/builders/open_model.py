@@ -351,6 +351,8 @@ def _open_hugging_face(
             return _by_decoder(opened, world, kind, layout, note)
         except UserError as error:
             if layout.is_sharded:
+                if error.problems[0].startswith("parallel."):
+                    raise  # a degree that does not divide the model
                 raise _class_in_shards(name, str(error)) from error
             return load_class(error.problems[0].partition(" (can be:")[0])
 

@@ -32,7 +32,7 @@ _GRACE = 2.0  # seconds in which rank 0 ends by itself if it has found the same 
 def with_local_ranks(config: ParallelConfig, *, replicas: bool = False) -> Iterator[None]:
     """Start the other ranks of a command on this machine.
 
-    If a rank ends before this process, so does this process, with a line that says why.
+    If a rank fails before this process ends, so does this process, with a line that says why.
 
     Args:
         config: determines the number of processes.

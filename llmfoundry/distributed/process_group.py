@@ -438,6 +438,14 @@ def _check_backend(backend: str | None) -> None:
         )
 
 
+def unbounded_group() -> dist.ProcessGroup:
+    """Create a gloo group of all ranks that waits without a practical limit; every rank calls it.
+
+    A server waits for its next request for days. The group still fails at once if a rank is killed.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+
 def find_machine(world: World) -> Machine | None:
     """Find the ranks that share this rank's machine. Every rank calls it.
 

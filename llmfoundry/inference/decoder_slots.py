@@ -31,11 +31,11 @@ class DecoderSlots:
     """`SlotModel` of a Root.
 
     Attributes:
-        slots: see Rows.
-        length: see Rows.
-        n_tokens: see Rows.
+        slots: see SlotModel.
+        length: see SlotModel.
+        n_tokens: see SlotModel.
         keeps_ended: True.
-        in_one_piece: see Rows; True for `rope_hf_config.type: dynamic` beyond max_seq_len.
+        in_one_piece: see SlotModel; True for `rope_hf_config.type: dynamic` beyond max_seq_len.
     """
 
     keeps_ended = True
@@ -54,9 +54,9 @@ class DecoderSlots:
 
         Args:
             root: `Root`, bare or wrapped by DDP or FSDP. It is in evaluation mode during a step.
-            slots: see Rows.
-            length: see Rows.
-            n_tokens: see Rows; None: the vocabulary size of the model.
+            slots: see SlotModel.
+            length: see SlotModel.
+            n_tokens: see SlotModel; None: the vocabulary size of the model.
             device: device of the model.
             autocast: returns the autocast context of the forward pass.
         """
@@ -72,7 +72,7 @@ class DecoderSlots:
 
     @torch.no_grad()
     def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
-        """See Rows."""
+        """See SlotModel."""
         # positions in the concatenation of all chunks whose logits are needed
         ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0).tolist()
         wanted: list[int] = []
@@ -93,11 +93,11 @@ class DecoderSlots:
         return logits[:, : self.n_tokens].float()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See Rows."""
+        """See SlotModel."""
         self._cache.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """See Rows."""
+        """See SlotModel."""
         self._cache.clear(slot)
 
 

@@ -57,9 +57,9 @@ class HuggingFaceSlots:
     """`SlotModel` of a model of transformers.
 
     Attributes:
-        slots: see Rows.
-        length: see Rows.
-        n_tokens: see Rows.
+        slots: see SlotModel.
+        length: see SlotModel.
+        n_tokens: see SlotModel.
         keeps_ended: False.
         in_one_piece: True.
         way: one of WAYS.
@@ -81,9 +81,9 @@ class HuggingFaceSlots:
 
         Args:
             model: model of transformers, on its device; it is set to evaluation mode.
-            slots: see Rows.
-            length: see Rows.
-            n_tokens: see Rows; None: the vocabulary size of the head.
+            slots: see SlotModel.
+            length: see SlotModel.
+            n_tokens: see SlotModel; None: the vocabulary size of the head.
             autocast: compute matmuls in bf16.
             way: one of WAYS; None: the first one that agrees with the class.
         """
@@ -106,7 +106,7 @@ class HuggingFaceSlots:
 
     @torch.no_grad()
     def read(self, pieces: Sequence[TokenChunk]) -> Tensor:
-        """See Rows."""
+        """See SlotModel."""
         # decoding sequences in one batch
         decoding = [piece for piece in pieces if piece.past]
         texts = [self._texts[piece.slot] for piece in decoding]
@@ -121,11 +121,11 @@ class HuggingFaceSlots:
         return torch.cat(logits)[:, : self.n_tokens].float()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See Rows; the full sequence is shared."""
+        """See SlotModel; the full sequence is shared."""
         self._texts[target] = self._texts[source]
 
     def clear(self, slot: int) -> None:
-        """See Rows; nothing to do, because sequences never read another sequence's slot."""
+        """See SlotModel; nothing to do, because sequences never read another sequence's slot."""
 
     def _prefill(self, text: _Text, wanted: int) -> Tensor:
         """Return the last logits (wanted, V) of a new prompt."""

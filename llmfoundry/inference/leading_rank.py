@@ -12,21 +12,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from llmfoundry.distributed.process_group import World
+from llmfoundry.distributed.process_group import World, unbounded_group
 from llmfoundry.inference.engine import SlotModel
 from llmfoundry.models.kv_cache import TokenChunk
 
 OPEN, PASS, END = "open", "pass", "end"
 """Calls beside those of `SlotModel`: allocate a KV cache, run a pass without one, and end."""
 _SLOT_CALLS = ("read", "copy", "clear")
-FOREVER = timedelta(days=365)  # a server may wait for its next request for days
 
 
 class PassChannel:
@@ -38,7 +36,7 @@ class PassChannel:
     def __init__(self, world: World) -> None:
         """Create the group; every rank calls it."""
         self.is_leader = world.is_main
-        self._group = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._group = unbounded_group()
 
     @contextmanager
     def announced(self, name: str, *arguments: Any) -> Iterator[None]:

@@ -15,7 +15,7 @@ from llmfoundry.builders import data, resume, trainer
 from llmfoundry.builders.preflight import check_recipe
 from llmfoundry.builders.resume import StartPoint
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
-from llmfoundry.cli import dry_run
+from llmfoundry.cli import dry_run, dry_run_models
 from llmfoundry.cli.commands import evaluate, prepare_data
 from llmfoundry.cli.dry_run import print_plan
 from llmfoundry.distributed.process_group import ALONE
@@ -276,7 +276,7 @@ def test_an_evaluation_refuses_missing_rows_before_processes_start(
 ) -> None:
     for name in ("with_local_ranks", "join_layout"):
         monkeypatch.setattr(evaluate, name, fails(name))
-    for module in (evaluate, dry_run):
+    for module in (evaluate, dry_run_models):
         monkeypatch.setattr(module, "check_models", lambda recipe: None)
     task = {"label": "gone", "icl_task_type": "language_modeling", "num_fewshot": [0]}
     tasks = {"icl_tasks": [{**task, "dataset_uri": "gone.jsonl"}]}
@@ -285,5 +285,5 @@ def test_an_evaluation_refuses_missing_rows_before_processes_start(
     recipe = checked(EvalRecipe, None, words)
     started = refusal(lambda: evaluate.evaluate(recipe))
     assert "icl_tasks: gone: dataset_uri: " in started[0]
-    monkeypatch.setattr(dry_run, "with_addresses", lambda recipe, world, note: (recipe, {}))
+    monkeypatch.setattr(dry_run_models, "with_addresses", lambda recipe, world, note: (recipe, {}))
     assert refusal(lambda: print_plan("evaluate", recipe)) == started

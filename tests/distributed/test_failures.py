@@ -156,7 +156,7 @@ def test_who_has_lost_another_does_not_wait_for_a_save_that_needs_it(error: Exce
     """Of an error of its own it does: the others' saves wait for this one's part."""
     waited: list[str] = []
 
-    def fail() -> None:
+    def fail(interrupt_again: object) -> None:
         try:
             raise error
         except Exception as first:

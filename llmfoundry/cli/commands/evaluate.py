@@ -52,7 +52,8 @@ def evaluate(recipe: EvalRecipe) -> None:
             examined.append(found)
         if world.is_main and len(examined) > 1:
             _compare(recipe, examined, console)
-        if _nothing_was_found(examined):
+        # Rank 0 alone: an exit of another rank would end rank 0 while it still writes.
+        if world.is_main and _nothing_was_found(examined):
             console.warn("no model has a score for any task; the problems above say why")
             sys.exit(1)
 
