@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmfoundry.errors import import_optional
+from llmfoundry.errors import UserError, import_optional
 from llmfoundry.loggers.metrics_file import BATCH, read_metrics
 from llmfoundry.loggers.run_record import read_run_record
+from llmfoundry.recipe.paths import find_file
 
 if TYPE_CHECKING:
     import pandas
@@ -48,9 +49,20 @@ class Run:
         Args:
             folder: the run's folder on this machine.
             stopped: see the class.
-            address: name of the run for `lf.load`, such as a URL; None: the folder.
+            address: name of the run for `lf.load`, such as a URL; None: the folder, which must
+                exist then.
+
+        Raises:
+            UserError: there is no such folder on this machine.
         """
-        self.folder = Path(folder).expanduser().absolute()
+        if address is None and "://" in str(folder):
+            raise UserError(
+                f"folder: {folder} is an address; write a run's folder of this machine, or"
+                " lf.load(address) for the model of the run"
+            )
+        self.folder = (
+            find_file(folder, "folder") if address is None else Path(folder).expanduser().absolute()
+        )
         self.stopped = stopped
         self._address = address or str(self.folder)
 

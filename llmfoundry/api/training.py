@@ -247,8 +247,7 @@ def _run_here(
             ended = run_training(recipe, hooks)
     finally:
         _training.release()
-    address = recipe.save_folder if is_url(recipe.save_folder) else None
-    return Run(ended.run.folder, stopped=ended.stopped_by, address=address)
+    return Run(ended.run.folder, stopped=ended.stopped_by, address=recipe.save_folder)
 
 
 def _take_loss(recipe: ResolvedTrainRecipe, loss: LossFunction) -> None:

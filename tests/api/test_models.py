@@ -118,3 +118,32 @@ def test_a_model_is_converted_from_its_own_checkpoint(
         capsys.readouterr()
         lf.convert(model, tmp_path / str(batch))
         assert f"checkpoints/ba000000{batch} is " in capsys.readouterr().out
+
+
+def test_a_run_is_in_a_folder_of_this_machine(here: Path) -> None:
+    for given, line in (
+        ("s3://bucket/runs/mine", "folder: s3://bucket/runs/mine is an address; write a run's"),
+        ("runs/quickstar", "folder: nothing at runs/quickstar; did you mean"),
+    ):
+        with pytest.raises(lf.UserError, match=line):
+            lf.Run(given)
+
+
+def test_a_version_that_has_no_run_needs_a_choice_of_tasks(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(lf.convert("runs/quickstart", "version-hf"))
+    monkeypatch.setattr("llmfoundry.api.examine.find_address", lambda *_, **__: folder)
+    with pytest.raises(lf.UserError, match="version-hf has no run that says what to measure"):
+        lf.evaluate("models:/mine@best")
+
+
+def test_a_layout_is_for_the_decoder(here: Path) -> None:
+    (batch, *_) = lf.data("tiny.yaml")
+    model = lf.load(lf.convert("runs/quickstart", "class-hf"))
+    opened = model.opened
+    assert opened.load_class is not None
+    by_class = lf.Model(opened, opened.load_class("a reason"))
+    assert not any(modes(by_class)) and by_class(batch.tokens).shape == model(batch.tokens).shape
+    with pytest.raises(lf.UserError, match=r"layout: .* of transformers takes no packed documents"):
+        by_class(batch.tokens, batch.layout)
