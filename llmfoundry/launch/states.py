@@ -72,7 +72,9 @@ def judge(
         is_soon = supervised or float(decision["time"]) + LONGEST_PAUSE > now
         if decision["kind"] == "decision" and not is_restart(decision):
             return _state_of_status(_exit_status(decision)), str(decision["what"])
-        if target is None and is_soon and supervised is not False:
+        # A short run ends within those seconds of its supervisor's start.
+        has_finished = ENDS.get(status) == FINISHED and changed > float(decision["time"])
+        if target is None and is_soon and supervised is not False and not has_finished:
             is_first = decision["kind"] == "start" and decision.get("attempt") == 1
             return WAITING if is_first else RESTARTING, str(decision["what"])
     if status in ENDS:

@@ -105,13 +105,13 @@ def test_a_model_is_converted_from_its_own_checkpoint(
     here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = lf.train(
-        "tiny.yaml", {"run_name": "longer", "max_duration": "2ba", "save_interval": "1ba"},
+        "tiny.yaml", {"run_name": "converted", "max_duration": "2ba", "save_interval": "1ba"},
         show="nothing",
     )  # fmt: skip
     first = lf.load(run.folder / "checkpoints" / "ba0000001")
     newest = run.model()
     lf.train(
-        "tiny.yaml", {"run_name": "longer", "max_duration": "3ba", "save_interval": "1ba"},
+        "tiny.yaml", {"run_name": "converted", "max_duration": "3ba", "save_interval": "1ba"},
         show="nothing",
     )  # fmt: skip
     for model, batch in ((first, 1), (newest, 2)):
