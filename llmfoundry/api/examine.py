@@ -46,10 +46,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import CHECKPOINTS
 from llmfoundry.files import atomic_file, write_json
 from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers
-from llmfoundry.gauntlet.paired import (
-    ModelAnswers,
-    judged_answers,
-)
+from llmfoundry.gauntlet.paired import ModelAnswers
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.background_queue import DeferredTask
 from llmfoundry.loggers.console import Console
@@ -101,9 +98,7 @@ class Examined:
 
     def judged(self) -> ModelAnswers:
         """Return the judged answers, for paired comparisons."""
-        return ModelAnswers(
-            self.name, self.results.get("gauntlet") or {}, judged_answers(self.answers)
-        )
+        return ModelAnswers.of(self.name, self.results.get("gauntlet") or {}, self.answers)
 
     def write(self) -> None:
         """results.json, rows.jsonl and the page, and the loggers'; of the main process."""

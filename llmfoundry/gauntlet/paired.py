@@ -31,7 +31,6 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import open_guarded, parse_json, read_object, read_object_if_there
 from llmfoundry.gauntlet.answer_metrics import Interval, answers_of
 from llmfoundry.gauntlet.gauntlet import TaskAnswers
-from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.gauntlet.task_rows import row_hash
 from llmfoundry.gauntlet.task_types import judge_answer
 from llmfoundry.terminal import columns
@@ -80,9 +79,11 @@ class ModelAnswers:
     tasks: Mapping[str, TaskRights]
 
     @classmethod
-    def of(cls, name: str, result: GauntletResult, answered: Sequence[TaskAnswers]) -> ModelAnswers:
-        """Return the answers of an evaluation in memory."""
-        return cls(name, result.to_json(), judged_answers(answered))
+    def of(
+        cls, name: str, result: Mapping[str, Any], answered: Sequence[TaskAnswers]
+    ) -> ModelAnswers:
+        """Return the answers of an evaluation in memory; see the attributes for `result`."""
+        return cls(name, result, judged_answers(answered))
 
     @classmethod
     def read(cls, name: str, folder: Path) -> ModelAnswers:

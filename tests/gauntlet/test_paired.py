@@ -39,7 +39,7 @@ def model(
 ) -> ModelAnswers:
     parts = [answered(task, rights, **keys) for task, rights in tasks.items()]
     result = combine_tasks([*map(graded, parts)], settings or EvalGauntlet(), [])
-    return ModelAnswers.of(name, result, parts)
+    return ModelAnswers.of(name, result.to_json(), parts)
 
 
 def sample(n: int, seed: int, shares: Sequence[float] = (0.15, 0.75, 0.1)) -> NDArray[np.bool_]:
@@ -85,7 +85,10 @@ def test_categories_and_averages_are_those_of_resampled_rows() -> None:
     ]
     blanks = [[*map(graded, of_model)] for of_model in parts]
     results = [combine_tasks(tasks, settings, []) for tasks in blanks]
-    answers = [ModelAnswers.of("m", *pair) for pair in zip(results, parts, strict=True)]
+    answers = [
+        ModelAnswers.of("m", result.to_json(), of_model)
+        for result, of_model in zip(results, parts, strict=True)
+    ]
     comparison = compare_rows(*answers)
     # recompute the gauntlet for each resample of the rows; each third of a task keeps its rows
     draw, found = np.random.default_rng(0), []
@@ -159,7 +162,7 @@ def test_rows_are_matched_by_content_also_where_two_are_equal(tmp_path: Path) ->
             part.questions[i] = dataclasses.replace(part.questions[i], row=row)
         parts.append(part)
     memory = [
-        ModelAnswers.of(name, combine_tasks([graded(part)], EvalGauntlet(), []), [part])
+        ModelAnswers.of(name, combine_tasks([graded(part)], EvalGauntlet(), []).to_json(), [part])
         for name, part in zip("ab", parts, strict=True)
     ]
     files = [
@@ -189,7 +192,7 @@ def test_what_does_not_compare_is_a_line() -> None:
     other = model("c", {"one": [True]}, settings)
     renamed = [replace_label(answered("else", [True]), "one")]
     result = combine_tasks([*map(graded, renamed)], settings, [])
-    different = compare_rows(ModelAnswers.of("d", result, renamed), other)
+    different = compare_rows(ModelAnswers.of("d", result.to_json(), renamed), other)
     assert different.notes[0] == "one/0-shot: not compared: the models answered different rows"
     assert different.tasks == [] and different.advice == ""
 
