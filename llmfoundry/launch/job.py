@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +174,11 @@ def make_job(recipe: TrainRecipe, *, given: str, overrides: Sequence[str]) -> Jo
     given = " ".join(given.split())  # used in comments of one line
     if not str(folder.absolute()).isprintable():
         raise UserError("save_folder: has characters that no line of a script can hold; rename it")
-    git, changes = git_state()
+    nodes = config.nodes or 1
+    record, changes = _new_record(config, folder, given=given, overrides=overrides, nodes=nodes)
     place = _run_place(recipe)
-    record = LaunchRecord(
-        name=folder.name,
-        target=config.target,
-        job="",
-        where={} if place == str(folder.absolute()) else {RUN: place},
-        nodes=config.nodes or 1,
-        gpus_per_node=config.gpus_per_node or 0,
-        recipe=given,
-        overrides=[public_override(word) for word in overrides],
-        git=git,
-    )
+    if place != str(folder.absolute()):
+        record = replace(record, where={RUN: place})
     return Job(
         name=folder.name,
         config=config,
@@ -218,22 +210,13 @@ def make_eval_job(recipe: EvalRecipe, *, given: str, overrides: Sequence[str]) -
     models = recipe.all_models()
     model = re.sub(r"[^\w.-]+", "-", models[0].rstrip("/").rpartition("/")[2]).strip("-")
     folder = Path("runs") / f"eval-{model}"
-    git, changes = git_state()
-    record = LaunchRecord(
-        name=folder.name,
-        target=config.target,
-        job="",
-        nodes=1,
-        gpus_per_node=config.gpus_per_node or 0,
-        recipe=" ".join(given.split()),
-        overrides=[public_override(word) for word in overrides],
-        git=git,
-    )
+    given = " ".join(given.split())
+    record, changes = _new_record(config, folder, given=given, overrides=overrides, nodes=1)
     return Job(
         name=folder.name,
         config=config,
         folder=folder,
-        text=f"# {public(record.recipe)} as scripts/eval.py composed it.\n{text}",
+        text=f"# {public(given)} as scripts/eval.py composed it.\n{text}",
         own_words=[],
         launches_itself=False,
         acts=False,
@@ -241,6 +224,32 @@ def make_eval_job(recipe: EvalRecipe, *, given: str, overrides: Sequence[str]) -
         changes=changes,
         program=EVAL,
     )
+
+
+def _new_record(
+    config: LaunchConfig, folder: Path, *, given: str, overrides: Sequence[str], nodes: int
+) -> tuple[LaunchRecord, str]:
+    """Return the record of a job that is not submitted yet, and the repository's changes.
+
+    Args:
+        config: resolved.
+        folder: the record's folder here.
+        given: the recipe or model on the command line, without line breaks.
+        overrides: words of the command line.
+        nodes: number of machines.
+    """
+    git, changes = git_state()
+    record = LaunchRecord(
+        name=folder.name,
+        target=config.target,
+        job="",
+        nodes=nodes,
+        gpus_per_node=config.gpus_per_node or 0,
+        recipe=given,
+        overrides=[public_override(word) for word in overrides],
+        git=git,
+    )
+    return record, changes
 
 
 def _composed(config: LaunchConfig, plain: dict[str, Any]) -> str:
