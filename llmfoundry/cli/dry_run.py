@@ -10,7 +10,7 @@ import copy
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from llmfoundry.cli.commands.scaling_grid import grid
 from llmfoundry.cli.commands.scaling_runs import refuse_changed
 from llmfoundry.cli.commands.track import run_with_record
 from llmfoundry.cli.dry_run_models import (
+    CPU,
+    Rows,
     plan_conversion,
     plan_drawing,
     plan_evaluation,
@@ -96,8 +98,6 @@ from llmfoundry.redaction import public
 from llmfoundry.resilience.check.host import recipe_paths
 from llmfoundry.scaling.points import read_points
 
-Rows = Iterator[tuple[str, str]]
-CPU = torch.device("cpu")
 _FILES = ("python_stdlib", "files")
 TOKENS = {("allenai/c4", "en"): 156e9}
 """Approximate numbers of tokens of data sets on the hub, by data set and subset.
