@@ -123,6 +123,15 @@ def is_watched() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+def to_stderr(line: str) -> None:
+    """Print a line to standard error; the usual `note` of a command whose output is on stdout."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def ignore_line(line: str) -> None:
+    """Print nothing; the `note` of all ranks but rank 0, and of a plan."""
+
+
 def quiet_libraries() -> None:
     """Disable progress bars of libraries without a terminal, and warnings of torchao.
 

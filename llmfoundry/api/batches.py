@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from llmfoundry.api.model import this_process, to_stderr
+from llmfoundry.api.model import this_process
 from llmfoundry.api.recipes import Overrides, checked_recipe
 from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
@@ -15,6 +15,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.terminal import to_stderr
 
 
 class Batches(Sequence[Batch]):

@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from llmfoundry.builders.model_layout import ModelLayout
 from llmfoundry.builders.open_model import LoadedModel, OpenedModel, open_model
@@ -19,14 +18,16 @@ from llmfoundry.errors import enough_memory
 from llmfoundry.inference.engine import SlotEngine, check_length, stream
 from llmfoundry.inference.requests import Sampling, SequenceRequest
 from llmfoundry.inference.text import Conversation, stream_text
-from llmfoundry.recipe.after_training import ChatRecipe, GenerateRecipe, SamplingRecipe
+from llmfoundry.recipe.after_training import ChatRecipe, GenerateRecipe, SamplingRecipe, ServeRecipe
+from llmfoundry.terminal import ignore_line, to_stderr
 
 
-def open_drawn(recipe: SamplingRecipe, world: World, layout: ModelLayout) -> OpenedModel:
-    """The model that a recipe asks; what it has to say goes to stderr."""
+def open_drawn(
+    recipe: SamplingRecipe | ServeRecipe, world: World, layout: ModelLayout
+) -> OpenedModel:
+    """Open the model of a recipe, without its weights; rank 0 prints notes to stderr."""
     assert recipe.checkpoint is not None
-    uri = recipe.registry.uri
-    note = _to_stderr if world.is_main else _ignore
+    uri, note = recipe.registry.uri, _note(world)
     name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=note)
     return open_model(name, world, note=note, precision=recipe.precision, layout=layout)
 
@@ -105,17 +106,14 @@ def continue_prompt(
     yield from stream_text(tokens, opened.tokenizer.decode, prompt=ids)
 
 
-def load_drawn(opened: OpenedModel) -> LoadedModel:
-    """Load the weights of a model; notes go to stderr."""
+def load_drawn(opened: OpenedModel, world: World) -> LoadedModel:
+    """Load the weights of a model; rank 0 prints notes to stderr."""
     loaded = opened.load()
+    note = _note(world)
     for line in loaded.notes:
-        _to_stderr(line)
+        note(line)
     return loaded
 
 
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _ignore(text: str) -> None:
-    """Print nothing: rank 0 does."""
+def _note(world: World) -> Callable[[str], None]:
+    return to_stderr if world.is_main else ignore_line

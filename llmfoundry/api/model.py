@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +29,7 @@ from llmfoundry.recipe.after_training import GenerateRecipe
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.train import TrainRecipe
+from llmfoundry.terminal import to_stderr
 
 
 class Model(nn.Module):
@@ -286,8 +286,3 @@ def this_process(device: str | torch.device | None = None) -> World:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device: {device} cannot be used: {one_line(error)}; write cpu") from error
     return World(0, 1, 0, torch.device(device))
-
-
-def to_stderr(text: str) -> None:
-    """Show the user a line."""
-    print(text, file=sys.stderr)

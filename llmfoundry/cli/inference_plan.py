@@ -34,6 +34,7 @@ from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import Degrees, limits
 from llmfoundry.recipe.train import ResolvedTrainRecipe
+from llmfoundry.terminal import ignore_line
 
 MOST_GPUS = 4096  # of the smallest number that fits
 
@@ -104,7 +105,7 @@ def run_memory_lines(
     """
     if is_hugging_face(name) or is_adapter(name) or is_url(name):
         return
-    checkpoint = find_checkpoint(find_place(name, "checkpoint", ALONE), note=_ignore)
+    checkpoint = find_checkpoint(find_place(name, "checkpoint", ALONE), note=ignore_line)
     assert checkpoint is not None, "found before"
     user_recipe = load_run(checkpoint.folder / "recipe.yaml")
     if isinstance(user_recipe, FinetuneRecipe):
@@ -126,12 +127,8 @@ def run_memory_lines(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         world = World(0, int(os.environ.get("WORLD_SIZE", default)), 0, device)
         room = int(USABLE * memory_of_process(world))
-    recipe.precision = loaded_precision(command.precision, recipe.precision, world, _ignore)
+    recipe.precision = loaded_precision(command.precision, recipe.precision, world, ignore_line)
     yield from memory_lines(recipe, world.size, room, world.device, slots=slots)
-
-
-def _ignore(line: str) -> None:
-    """Print nothing: only the plan is printed."""
 
 
 def _need(

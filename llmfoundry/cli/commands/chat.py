@@ -41,7 +41,7 @@ def chat(recipe: ChatRecipe) -> None:
         def speak(model: LoadedModel) -> None:
             converse(recipe, open_conversation(recipe, opened, model, template))
 
-        lead(load_drawn(opened), world, speak)
+        lead(load_drawn(opened, world), world, speak)
 
 
 def converse(recipe: ChatRecipe, conversation: Conversation) -> None:

@@ -40,4 +40,4 @@ def generate(recipe: GenerateRecipe) -> None:
                 print(shown_on(sys.stdout, piece), end="", flush=True)
             print()
 
-        lead(load_drawn(opened), world, speak)
+        lead(load_drawn(opened, world), world, speak)

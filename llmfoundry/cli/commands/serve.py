@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import signal
 import socket
-import sys
 from contextlib import AbstractContextManager, nullcontext
 
+from llmfoundry.api.generation import load_drawn, open_drawn
 from llmfoundry.builders.model_layout import join_layout
-from llmfoundry.builders.open_model import LoadedModel, OpenedModel, lead, open_model
-from llmfoundry.builders.registry import find_address
+from llmfoundry.builders.open_model import LoadedModel, OpenedModel, lead
 from llmfoundry.data.text.chat_template import ChatTemplate
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.local_ranks import with_local_ranks
@@ -20,6 +19,7 @@ from llmfoundry.inference.serve.request_fields import ServedModel
 from llmfoundry.inference.serve.worker import EngineWorker
 from llmfoundry.recipe.after_training import ServeRecipe
 from llmfoundry.redaction import OPTIONS, hide, public
+from llmfoundry.terminal import to_stderr
 
 _CLOSING = 10  # seconds, once all is written or given up, for clients to read it
 
@@ -41,16 +41,11 @@ def serve(recipe: ServeRecipe) -> None:
                 f"parallel: each of {world.size} processes would hold the full model; write"
                 " parallel=fsdp, or start one process"
             )
+        opened = open_drawn(recipe, world, layout)
         assert recipe.checkpoint is not None
-        note = _to_stderr if world.is_main else _ignore
-        uri = recipe.registry.uri
-        name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=note)
-        opened = open_model(name, world, note=note, precision=recipe.precision, layout=layout)
         template, why = chat_template(recipe, opened.tokenizer)
         _length(recipe, opened, opened.longest)
-        loaded = opened.load()
-        for line in loaded.notes:
-            note(line)
+        loaded = load_drawn(opened, world)
         served = ServedModel(
             recipe.model_name or public(recipe.checkpoint),
             opened.tokenizer,
@@ -172,7 +167,7 @@ def run_server(
     # serve
     host, port = listener.getsockname()[:2]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    _to_stderr(f"serving {served.name} at http://{place}/v1; Ctrl-C or SIGTERM ends it")
+    to_stderr(f"serving {served.name} at http://{place}/v1; Ctrl-C or SIGTERM ends it")
     web.run(sockets=[listener])
     if worker.failure is not None:
         raise worker.failure
@@ -197,11 +192,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             f"port: {port} of {host}: {reason}; write another port, 0 for any, or another host"
         ) from error
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _ignore(text: str) -> None:
-    """Print nothing: rank 0 does."""
