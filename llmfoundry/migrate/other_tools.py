@@ -10,6 +10,16 @@ from __future__ import annotations
 
 from llmfoundry.migrate.detect import file_hint
 from llmfoundry.migrate.llm_foundry import LLM_FOUNDRY
+from llmfoundry.recipe.not_supported import (
+    LOW_RANK_OPTIMIZERS,
+    NEFTUNE,
+    ONLINE_RL,
+    OTHER_ADAPTERS,
+    PIPELINE,
+    REWARD_MODELS,
+    SERVED_ADAPTERS,
+    SPECULATIVE,
+)
 from llmfoundry.recipe.unknown_keys import OtherToolKey, register
 
 TRAINERS = (
@@ -372,7 +382,45 @@ TRAINERS = (
 )
 
 
-OTHERS = (*LLM_FOUNDRY, *TRAINERS)
+MISSING_HERE = (
+    OtherToolKey(
+        "neftune_noise_alpha neftune_alpha noisy_embedding_alpha neftune noise_alpha", why=NEFTUNE
+    ),
+    OtherToolKey(
+        "reward_model reward_model_path reward_model_name_or_path reward_adapter rm_path"
+        " train_reward_model center_rewards_coefficient process_reward_model",
+        why=REWARD_MODELS,
+    ),
+    OtherToolKey(
+        "grpo grpo.* grpo_config grpo_config.* ppo ppo.* ppo_config rollout rollout.* reward_funcs"
+        " trl.reward_funcs reward_weights num_generations num_ppo_epochs kl_coef"
+        " vllm_mode use_vllm",
+        why=ONLINE_RL,
+    ),
+    OtherToolKey(
+        "pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size pp pp_size"
+        " pp_degree pipeline_parallel pipeline_parallel_schedule num_stages"
+        " parallelism.pipeline_parallel_degree parallel.pipeline_parallel_degree"
+        " virtual_pipeline_model_parallel_size pipeline_parallel_microbatch_size"
+        " num_layers_per_virtual_pipeline_stage",
+        why=PIPELINE,
+    ),
+    OtherToolKey("num_virtual_tokens prompt_tuning prefix_tuning ia3", why=OTHER_ADAPTERS),
+    OtherToolKey(
+        "use_galore galore_rank galore_target_modules optim_target_modules use_apollo",
+        why=LOW_RANK_OPTIMIZERS,
+    ),
+    OtherToolKey(
+        "lora_modules enable_lora max_loras max_lora_rank lora_paths lora_adapters",
+        why=SERVED_ADAPTERS,
+    ),
+    OtherToolKey(
+        "speculative_model speculative_config draft_model num_speculative_tokens", why=SPECULATIVE
+    ),
+)
+"""What is not supported here; `recipe/not_supported.py` has the values of that kind."""
+
+OTHERS = (*LLM_FOUNDRY, *TRAINERS, *MISSING_HERE)
 
 
 def register_other_tools() -> None:

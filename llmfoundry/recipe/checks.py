@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+from llmfoundry.recipe.not_supported import NOT_SUPPORTED
+
 LONGEST_NAME = 100  # characters of a text that is compared with names
 
 VALUES = {
@@ -83,6 +85,12 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f"; did you mean '{option}'?" if option is not None else ""
 
 
+def choice_hint(value: str, options: Iterable[str]) -> str:
+    """Return the clause for a value that is no choice: not supported, or a similar option."""
+    reason = NOT_SUPPORTED.get(value.lower())
+    return f"; {reason}" if reason is not None else nearest(value, options)
+
+
 def nearest_option(name: str, options: Iterable[str]) -> str | None:
     """Return the option that `nearest` names."""
     options = list(options)
@@ -123,7 +131,7 @@ def one_of(key: str, value: str, options: Iterable[str]) -> Iterator[str]:
 def not_a_choice(value: Any, options: list[str], *, other: str = "") -> str:
     """Return why `value` is not one of `options`; `other` describes further valid values."""
     listed = ", ".join(options) + (f", or {other}" if other else "")
-    return f"{value!r} is not a choice{nearest(str(value), options)} (choices: {listed})"
+    return f"{value!r} is not a choice{choice_hint(str(value), options)} (choices: {listed})"
 
 
 def at_least(key: str, value: float | None, low: float) -> Iterator[str]:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmfoundry.errors import UserError
-from llmfoundry.recipe.checks import nearest
+from llmfoundry.recipe.checks import choice_hint, nearest
 from llmfoundry.recipe.overrides import DEFAULT, split
 from llmfoundry.recipe.paths import group_options, search_folders, show
 from llmfoundry.recipe.schema import Schema
@@ -307,7 +307,7 @@ def _missing(name: str, options: dict[str, list[str]]) -> str:
     """Return why `group/option` does not exist, with the options or the groups."""
     group, _, option = name.rpartition("/")
     if group in options:
-        choices, hint = options[group], nearest(option, options[group])
+        choices, hint = options[group], choice_hint(option, options[group])
         return f"could not find '{name}'; options: {', '.join(choices)}{hint}"
     if group:
         return f"could not find '{name}'; groups: {', '.join(options)}{nearest(group, options)}"

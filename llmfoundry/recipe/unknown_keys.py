@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llmfoundry.recipe.checks import nearest, nearest_option
+from llmfoundry.recipe.not_supported import NOT_SUPPORTED
 from llmfoundry.recipe.paths import group_options, search_folders
 from llmfoundry.recipe.schema import Choice, Schema
 from llmfoundry.recipe.typed import Problem, flat
@@ -169,6 +170,8 @@ def _say(schema: Schema, other: OtherToolKey, value: Any) -> str:
     if not other.write:
         return f"; {other.why}"
     text = "" if value is None else str(value)
+    if text.lower() in NOT_SUPPORTED:
+        return f"; {NOT_SUPPORTED[text.lower()]}"
     where = "" if schema.find(other.key) is not None else f" with scripts/{other.script}.py"
     why = f" ({other.why})" if other.why else ""
     example = re.sub("<(.*?)>", r"\1", other.write)

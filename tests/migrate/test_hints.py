@@ -133,6 +133,11 @@ TYPED = {
         "lr=1e-3": "'optimizer.lr'",
         "modle=tiny": "'model'",
         "precision=bf16-mixed": "'amp_bf16'",
+        # what is not supported
+        "parallelism.pipeline_parallel_degree=2": "not supported: pipeline parallelism",
+        "parallel.pipeline_parallel_degree=2": "not supported: pipeline parallelism",
+        "--pipeline-model-parallel-size 2": "not supported: pipeline parallelism",
+        "optimizer=galore_adamw": "not supported: optimizers on low-rank gradients",
         "optimizer=adamw_torch": "'adamw'",
     },
     "finetune": {
@@ -147,6 +152,14 @@ TYPED = {
         "sample_packing=false": "data.supervised.packing=off",
         "load_in_4bit=false": "remove it: off unless",
         "use_peft=false": "adapter=none",
+        "neftune_noise_alpha=5": "not supported: noise on embeddings (NEFTune)",
+        "rl=grpo": "not supported: online reinforcement learning",
+        "preference=grpo": "not supported: online reinforcement learning",
+        "preference=reward": "not supported: reward models; preference=dpo",
+        "trl.reward_funcs=[f]": "not supported: online reinforcement learning",
+        "reward_model=x": "not supported: reward models",
+        "adapter=ia3": "not supported: adapters other than LoRA",
+        "adapter=dora": "write adapter=lora adapter.use_dora=true",
     },
     "eval": {
         "--model gpt2": "models=[hf:gpt2]",
@@ -161,6 +174,7 @@ TYPED = {
         "do_sample=false": "temperature=0",
         "do_sample=true": "temperature=1",
     },
+    "serve": {"--lora-modules a=b": "not supported: several adapters in one server"},
     "convert": {"output_dir=out": "output=out", "--output_format peft": "to=peft"},
 }
 SETTING = re.compile(r"write ([\w.]+)=")
