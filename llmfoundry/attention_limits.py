@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 SOFTCAP, ALIBI, DROPOUT = "attn_logit_softcapping", "alibi", "attn_pdrop"
+SINKS = "sinks"
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,27 @@ class Limit:
 
 
 LIMITS: dict[str, tuple[Limit, ...]] = {
-    "sdpa": (Limit((SOFTCAP,), "PyTorch's fused attention has no softcap"),),
+    "sdpa": (
+        Limit((SOFTCAP,), "PyTorch's fused attention has no softcap"),
+        Limit((SINKS, DROPOUT), "dropout would also drop the sink"),
+    ),
     "flex": (Limit((DROPOUT,), "FlexAttention has no dropout"),),
     "varlen": (
         Limit((ALIBI,), "PyTorch's varlen attention adds no bias"),
         Limit((SOFTCAP,), "PyTorch's varlen attention has no softcap"),
         Limit((DROPOUT,), "PyTorch's varlen attention has no dropout"),
+        Limit((SINKS,), "PyTorch's varlen attention has no sinks"),
     ),
     # csrc/flash_attn/flash_api.cpp, 2.6.2 to 2.8.3: "Softcapping does not support dropout for now"
-    "flash": (Limit((SOFTCAP, DROPOUT), "flash-attn has no dropout under a softcap"),),
+    "flash": (
+        Limit((SOFTCAP, DROPOUT), "flash-attn has no dropout under a softcap"),
+        Limit((SINKS,), "flash-attn has no sinks"),
+    ),
     # hopper/flash_attn_interface.py, 3.0.0: its functions take neither
     "flash3": (
         Limit((ALIBI,), "FlashAttention 3 adds no bias"),
         Limit((DROPOUT,), "FlashAttention 3 has no dropout"),
+        Limit((SINKS,), "FlashAttention 3 has no sinks"),
     ),
     "torch": (),
 }

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.models.attention import KeysValues
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.attention.base import AttentionSpec, working_dtype
+from llmfoundry.ops.attention.base import working_dtype
 from llmfoundry.ops.packed_layout import Batch, Ranges
 from llmfoundry.ops.torch_private import all_gather, all_to_all, reduce_scatter
 from llmfoundry.recipe.parallel import ParallelConfig, context_method
@@ -109,11 +109,9 @@ class Ulysses(ContextRank):
         size = width // self.degree
         return ((self.index * size, (self.index + 1) * size),)
 
-    def local_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the settings with the ALiBi slopes of this rank's heads."""
-        if spec.slopes is None:
-            return spec
-        return replace(spec, slopes=spec.slopes.chunk(self.degree)[self.index])
+    def local_heads(self, values: Tensor) -> Tensor:
+        """Return the values of this rank's heads, of values (H,)."""
+        return values.chunk(self.degree)[self.index]
 
     def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
         """Exchange tokens for heads.
@@ -174,9 +172,9 @@ class AllGatherKV(ContextRank):
         indices = (self.index, self.chunks - 1 - self.index)
         return tuple((i * size, (i + 1) * size) for i in indices)
 
-    def local_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the settings unchanged: every rank computes all heads."""
-        return spec
+    def local_heads(self, values: Tensor) -> Tensor:
+        """Return the values unchanged: every rank computes all heads."""
+        return values
 
     def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
         """Return q, and keys and values gathered from (B, t, KV, hd) to (B, T, KV, hd)."""

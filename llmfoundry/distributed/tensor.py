@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import is_added
-from llmfoundry.models.attention import Attention
+from llmfoundry.models.attention import Attention, Sinks
 from llmfoundry.models.decoder import Block, Decoder, Root
 from llmfoundry.models.layers import FFN
 from llmfoundry.models.moe import MoE
@@ -139,7 +139,19 @@ def _attention_plan(attn: Attention) -> dict[str, ParallelStyle]:
         if getattr(attn, name) is not None:
             assert attn.per_head, "checked before"
             plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)  # (B, T, H, hd)
+    if attn.sinks is not None:
+        plan["sinks"] = _ByHead()
     return plan
+
+
+class _ByHead(ParallelStyle):
+    """Style of a layer with one value per head, which is called without arguments."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Sinks)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+        return module
 
 
 def _ffn_plan(ffn: nn.Module) -> dict[str, ParallelStyle]:

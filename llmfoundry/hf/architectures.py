@@ -43,6 +43,7 @@ OFF: dict[str, Any] = {  # optional parts of all layers, and their value where t
     QK_GN: False,
     SCALE: None,
     SHARED: None,
+    "attn_config.sinks": False,
     "ffn_config.uniform_expert_assignment": None,  # None: also what is false, in a plain config
     "ffn_config.moe_force_balance": None,
 }

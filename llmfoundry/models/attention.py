@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.layers import Linear, norm_maker
@@ -46,6 +47,7 @@ def attention_specs(
             slopes=slopes,
             window=window,
             dropout=attn.attn_pdrop,
+            sinks=attn.sinks,
         )
         for window in {layer.window for layer in layers}
     }
@@ -65,8 +67,8 @@ class ContextExchange(Protocol):
         The first is all-gather, the second Ulysses.
         """
 
-    def local_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the attention settings of the heads that this rank computes."""
+    def local_heads(self, values: Tensor) -> Tensor:
+        """Return the values of the heads that this rank computes, of values (H,)."""
 
     def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
         """Return the queries, keys and values that this rank attends with."""
@@ -81,7 +83,9 @@ class ContextExchange(Protocol):
 class SlotAttention(Protocol):
     """Attention over the keys and values of slots; see `kv_cache.SlotPlan`."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool, sinks: Tensor | None
+    ) -> Tensor:
         """Return (1, N, H, hd)."""
 
 
@@ -128,6 +132,18 @@ class Context:
     rotates_late: bool = False
 
 
+class Sinks(nn.Module):
+    """The sink of each head; see `ops/attention/sinks.py`."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self) -> Tensor:
+        """Return the sinks (H,); with tensor parallelism, those of this rank's heads."""
+        return self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+
+
 class Attention(nn.Module):
     """Multi-head, multi-query or grouped-query attention.
 
@@ -172,6 +188,7 @@ class Attention(nn.Module):
             q_norm, k_norm = (config.head_dim,) * 2 if attn.qk_gn else (q_width, kv_width)
             self.q_ln = norm(q_norm)
             self.k_ln = norm(k_norm) if self.owns_kv else None
+        self.sinks = Sinks(config.n_heads) if attn.sinks else None
         self.out_proj = Linear(q_width, config.d_model, bias=bias)
 
     def forward(
@@ -213,15 +230,20 @@ class Attention(nn.Module):
             q = (q * context.temperature).to(q.dtype)
 
         # attend, with context-parallel communication before and after
+        sinks = None if self.sinks is None else self.sinks()
         if context.exchange is not None:
+            if sinks is not None:
+                sinks = context.exchange.local_heads(sinks)
             if self.owns_kv:
                 q, kv = context.exchange.exchange_qkv(q, kv)
             else:
                 q = context.exchange.exchange_q(q, kv)
         if isinstance(context.plan, AttentionPlan):
-            attended = attend(q, *kv, context.plan, training=self.training)  # (B, T, H, hd)
+            attended = attend(
+                q, *kv, context.plan, sinks=sinks, training=self.training
+            )  # (B, T, H, hd)
         else:
-            attended = context.plan.attend(q, *kv, rotary=self.rotated_keys)
+            attended = context.plan.attend(q, *kv, rotary=self.rotated_keys, sinks=sinks)
         if context.exchange is not None:
             attended = context.exchange.exchange_output(attended)
 

@@ -106,6 +106,11 @@ def _context_key(layer: LayerConfig) -> ContextKey:
     return layer.window, layer.temperature
 
 
+def _of_heads(spec: AttentionSpec, local_heads: Callable[[Tensor], Tensor]) -> AttentionSpec:
+    """Return the settings with the ALiBi slopes of some heads."""
+    return spec if spec.slopes is None else replace(spec, slopes=local_heads(spec.slopes))
+
+
 def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return F.dropout(x, p) if p and training else x
 
@@ -392,7 +397,9 @@ class Decoder(nn.Module):
         specs = self._local_specs(device)
         ranges = None
         if exchange is not None:
-            specs = {window: exchange.local_spec(spec) for window, spec in specs.items()}
+            specs = {
+                window: _of_heads(spec, exchange.local_heads) for window, spec in specs.items()
+            }
             ranges = layout.ranges if layout is not None and exchange.splits_queries else None
         slots = cache if isinstance(cache, SlottedCache) else None
         plans: dict[int, AttentionPlan | SlotAttention] = {}
@@ -434,11 +441,9 @@ class Decoder(nn.Module):
         if self.tensor_ranks is None or not self.config.attn_config.alibi:
             return specs
         heads = self.tensor_ranks.heads(self.config.n_heads)
-        local_specs = {}
-        for window, spec in specs.items():
-            slopes = None if spec.slopes is None else spec.slopes[heads]
-            local_specs[window] = replace(spec, slopes=slopes)
-        return local_specs
+        return {
+            window: _of_heads(spec, lambda values: values[heads]) for window, spec in specs.items()
+        }
 
     def _rotary(
         self, layout: PackedLayout | None, positions: Tensor, past: int, cache: Cache | None

@@ -47,8 +47,9 @@ class Distribution:
 def init_weights(model: nn.Module, config: ResolvedModelConfig, seed: int) -> None:
     """Initialize every parameter in place.
 
-    Matrices follow the scheme of the recipe, norm weights are 1 and biases 0. Only `default_` also
-    samples the biases of linear layers. Buffers (the routers' balancing biases) are 0.
+    Matrices follow the scheme of the recipe, norm weights are 1, biases and sinks 0. Only
+    `default_` also samples the biases of linear layers. Buffers (the routers' balancing biases) are
+    0.
     """
     for buffer in model.buffers():
         buffer.zero_()
@@ -63,7 +64,7 @@ def init_weights(model: nn.Module, config: ResolvedModelConfig, seed: int) -> No
         if distribution is not None:
             sample(parameter, distribution, seed, name, stacked_rows(name, config))
         else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(0.0 if name.endswith(("bias", "sinks.weight")) else 1.0)
 
 
 def _weight_of_bias(name: str) -> str:

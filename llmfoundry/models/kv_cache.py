@@ -79,7 +79,9 @@ class SlotPlan:
 
     groups: tuple[SlotGroup, ...]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool, sinks: Tensor | None
+    ) -> Tensor:
         """Attend over the slots of a layer.
 
         Args:
@@ -87,6 +89,7 @@ class SlotPlan:
             k: (slots, S, KV, hd).
             v: (slots, S, KV, hd).
             rotary: the layer that computed the keys uses rotary embeddings.
+            sinks: (H,) of the layer; None: it has none.
 
         Returns:
             (1, N, H, hd).
@@ -98,7 +101,8 @@ class SlotPlan:
             keys, values = k[group.slots, group.keys], v[group.slots, group.keys]
             if rotary and group.table is not None:
                 keys = rotate(keys, group.table)
-            outputs.append(attend(queries, keys, values, group.plan).flatten(0, 1))
+            attended = attend(queries, keys, values, group.plan, sinks=sinks)
+            outputs.append(attended.flatten(0, 1))
         return torch.cat(outputs)[None]
 
 

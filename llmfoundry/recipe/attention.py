@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SOFTCAP, limit
+from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SINKS, SOFTCAP, limit
 from llmfoundry.recipe.checks import divides, inert, nearest, set_defaults
 from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable
 from llmfoundry.recipe.schema import (
@@ -139,6 +139,9 @@ class AttentionConfig:
     """Attention logits become c * tanh(logits / c) (Gemma 2); unset: no cap."""
     attn_pdrop: Annotated[float, FRACTION] = 0.0
     """Dropout probability of attention weights during training."""
+    sinks: bool = False
+    """A learned logit per head that takes part in the softmax and has no value, so that a token can
+    attend to nothing (gpt-oss; Xiao et al., 2023)."""
     clip_qkv: Annotated[float | None, POSITIVE] = None
     """Clamp queries, keys and values to [-c, c] after the projection; unset: no clamp."""
     qk_ln: bool = False
@@ -188,7 +191,7 @@ class AttentionConfig:
     def check_impl(self, key: str, head_dim: int) -> Iterator[str]:
         """Yield an error line if the attention backend does not support these options."""
         if self.attn_impl in LIMITS:
-            options = [name for name in (ALIBI, SOFTCAP, DROPOUT) if getattr(self, name)]
+            options = [name for name in (ALIBI, SOFTCAP, DROPOUT, SINKS) if getattr(self, name)]
             reason = limit(self.attn_impl, options, head_dim)
             if reason is not None:
                 yield f"{key}attn_impl: {self.attn_impl} {reason}"

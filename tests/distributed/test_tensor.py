@@ -50,6 +50,7 @@ ROUTINE = (
     "learned",
     "alibi-gqa-window",
     "qk-gn",
+    "sinks",
     "glu-silu",
     "dmoe-dbrx",
     "rmsnorm",

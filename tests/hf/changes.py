@@ -227,6 +227,7 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     "attn_config.clip_qkv": put(
         "attn_config.clip_qkv", lambda c: None if c.attn_config.clip_qkv else 0.4
     ),
+    "attn_config.sinks": toggle("attn_config.sinks"),
     "attn_config.qk_ln": _qk_norm("qk_ln"),
     "attn_config.qk_gn": _qk_norm("qk_gn"),
     "attn_config.norm_type": _normed(

@@ -200,8 +200,12 @@ def attention(
         if attn.alibi:
             logits = logits - slope(head, config.n_heads, attn.alibi_bias_max) * distance
         logits = torch.where(hidden, -torch.inf, logits)
-        weights = torch.exp(logits - logits.detach().amax(1, keepdim=True))
-        mixed.append((weights / weights.sum(1, keepdim=True)) @ values[shared])
+        most = logits.detach().amax(1, keepdim=True)
+        weights = torch.exp(logits - most)
+        total = weights.sum(1, keepdim=True)
+        if attn.sinks:
+            total = total + torch.exp(w[f"{name}.sinks.weight"][head] - most)
+        mixed.append((weights / total) @ values[shared])
     return linear(torch.cat(mixed, dim=1), w, f"{name}.out_proj")
 
 

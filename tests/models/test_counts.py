@@ -72,7 +72,7 @@ def expected_parameters(config: ModelConfig) -> int:
         total += d * projected + (projected if config.attention_bias else 0)
         total += config.n_heads * hd * d + (d if bias else 0)
         total += expected_ffn(config.ffn_config, d, bias=bias)
-        total += 2 * vectors * d
+        total += 2 * vectors * d + (config.n_heads if attn.sinks else 0)
         if attn.qk_ln:
             total += qk_vectors * (config.n_heads + kv_heads) * hd
         if attn.qk_gn:

@@ -96,6 +96,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"attn_config": {"sliding_window_size": 3, "rope": True}},
     "window-1": {"attn_config": {"sliding_window_size": 1}},
     "softcap": {"attn_config": {"attn_logit_softcapping": 0.4, "attn_impl": "torch"}},
+    "sinks": {"attn_config": {"sinks": True, "rope": True, **GQA}},
+    "sinks-window": {"attn_config": {"sinks": True, "alibi": True, "sliding_window_size": 3}},
     "head-dim": {"head_dim": 6, "attn_config": {"rope": True}},
     "glu-silu": {"ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": "silu"}},
     "glu-elu": {"ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "elu", "alpha": 0.3}}},

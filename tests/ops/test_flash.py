@@ -157,6 +157,7 @@ def test_it_is_deterministic_where_torch_is_and_says_where_it_cannot_be(
     [
         (replace(PLAIN, dropout=0.1), BF16, "attn_pdrop: FlashAttention 3 has no dropout"),
         (replace(PLAIN, slopes=torch.ones(2)), BF16, "alibi: FlashAttention 3 adds no bias"),
+        (replace(PLAIN, sinks=True), BF16, "sinks: FlashAttention 3 has no sinks"),
         (PLAIN, torch.float32, "takes bf16 and fp16, not float32"),
     ],
 )
@@ -165,7 +166,7 @@ def test_what_it_cannot_serve_is_said(
 ) -> None:
     reason = refusal("flash3", spec, H100, dtype)
     assert reason is not None and words in reason and "\n" not in reason
-    assert len(LIMITS["flash3"]) == 2  # and nothing else
+    assert len(LIMITS["flash3"]) == 3  # and nothing else
 
 
 @pytest.mark.parametrize(

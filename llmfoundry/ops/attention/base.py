@@ -23,14 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmfoundry.attention_limits import ALIBI, DROPOUT, SOFTCAP
+from llmfoundry.attention_limits import ALIBI, DROPOUT, SINKS, SOFTCAP
+from llmfoundry.ops.attention.sinks import attend_on_cpu, with_sink_key
 from llmfoundry.ops.devices import has_autocast, kind_of, without_autocast
 from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Serve = Callable[[Tensor, Tensor, Tensor, "AttentionPlan", float], Tensor]
+Serve = Callable[[Tensor, Tensor, Tensor, "AttentionPlan", float, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class AttentionSpec:
         slopes: (H,), ALiBi's slopes; None: no ALiBi.
         window: a query attends to itself and this number of keys before it; -1: all.
         dropout: fraction of attention weights that are dropped in training.
+        sinks: the layers have sinks (`sinks.py`), which are passed to `attend`.
     """
 
     scale: float
@@ -50,6 +52,7 @@ class AttentionSpec:
     slopes: Tensor | None = None
     window: int = -1
     dropout: float = 0.0
+    sinks: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -58,6 +61,7 @@ class AttentionSpec:
             ALIBI: self.slopes is not None,
             SOFTCAP: self.softcap is not None,
             DROPOUT: self.dropout > 0,
+            SINKS: self.sinks,
         }
         return tuple(option for option, is_set in options.items() if is_set)
 
@@ -134,7 +138,7 @@ class AttentionPlan:
     packed: bool = False
     runs: tuple[tuple[int, int], ...] = ()
     pieces: tuple[TreePiece, ...] = ()
-    by_run: Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor] | None = None
+    by_run: Serve | None = None
     block_mask: BlockMask | None = None
     score_mod: Callable[..., Tensor] | None = None
     borders: Tensor | None = None
@@ -276,21 +280,24 @@ def sdpa_prepare(
     return AttentionPlan("sdpa", spec, shared_heads=shared, bias=bias)
 
 
-def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def sdpa_attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Return the attention output (B, T, H, hd) of q (B, T, H, hd) over k, v (B, S, KV, hd)."""
     dtype, spec, queries = working_dtype(v), plan.spec, q.shape[1]
     if kind_of(q.device) != "cpu":
-        return _call(q.to(dtype), k.to(dtype), v.to(dtype), plan.bias, spec.scale, dropout)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        return _call(q, k, v, plan.bias, spec.scale, dropout, sinks)
     inner = _cpu_dtype(dtype, queries, plan)
     with without_autocast(q.device.type):
         q, k, v = q.to(inner), k.to(inner), v.to(inner)
         if plan.packed:
             assert plan.by_run is not None
-            out = plan.by_run(q, k, v, plan, dropout)
+            out = plan.by_run(q, k, v, plan, dropout, sinks)
         elif queries != k.shape[1]:  # the last tokens; the others are cached or on other ranks
-            out = _call(q, k, v, plan.bias, spec.scale, dropout)
+            out = _call(q, k, v, plan.bias, spec.scale, dropout, sinks)
         else:
-            out = _whole(q, k, v, plan.bias, spec, dropout)
+            out = _whole(q, k, v, plan.bias, spec, dropout, sinks)
     return out.to(dtype)
 
 
@@ -350,7 +357,9 @@ def _disabled(serve: Serve) -> Serve:
     return torch.compiler.disable(serve)
 
 
-def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def _by_run(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Call attention once per run of documents of the same length."""
     sizes = [count * length for count, length in plan.runs]
     # split and cat, not slices: their backward passes write each gradient once
@@ -358,12 +367,14 @@ def _by_run(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
     outputs = []
     for shape, *run in parts:
         q_run, k_run, v_run = (x.unflatten(0, shape) for x in run)  # (count, length, heads, hd)
-        out = _whole(q_run, k_run, v_run, plan.bias, plan.spec, dropout)
+        out = _whole(q_run, k_run, v_run, plan.bias, plan.spec, dropout, sinks)
         outputs.append(out.flatten(0, 1))
     return torch.cat(outputs).view(q.shape)
 
 
-def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def _by_segment(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Call attention once per document with queries, which are its last tokens."""
     queries, keys = zip(*plan.segments, strict=True)
     parts = zip(
@@ -381,11 +392,13 @@ def _by_segment(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
         if wanted < seen or not _is_plain(seen, plan.spec):
             assert plan.bias is not None
             bias = plan.bias[..., -wanted:, -seen:]
-        outputs.append(_call(*one, bias, plan.spec.scale, dropout)[0])
+        outputs.append(_call(*one, bias, plan.spec.scale, dropout, sinks)[0])
     return torch.cat(outputs).view(q.shape)
 
 
-def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def _by_piece(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Call attention once per piece of the trees of q (B, T, H, hd)."""
     spec = plan.spec
     slopes = None if spec.slopes is None else spec.slopes.view(1, -1, 1, 1)
@@ -396,33 +409,55 @@ def _by_piece(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
     ):
         bias = piece.bias if slopes is None else slopes * piece.bias
         keys, values = flat_k[piece.keys], flat_v[piece.keys]  # (keys, KV, hd)
-        outputs.append(_call(part[None], keys[None], values[None], bias, spec.scale, dropout)[0])
+        one = (part[None], keys[None], values[None])
+        outputs.append(_call(*one, bias, spec.scale, dropout, sinks)[0])
     return torch.cat(outputs).view(q.shape)
 
 
 def _whole(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    spec: AttentionSpec,
+    dropout: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute causal attention of sequences (B, T, ...) in one call."""
     length = q.shape[1]
     if bias is None or _is_plain(length, spec):
-        return _call(q, k, v, None, spec.scale, dropout)
-    return _call(q, k, v, bias[..., :length, :length], spec.scale, dropout)
+        return _call(q, k, v, None, spec.scale, dropout, sinks)
+    return _call(q, k, v, bias[..., :length, :length], spec.scale, dropout, sinks)
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Call PyTorch's attention on (B, T or S, heads, hd); without a bias it is causal."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    mask = bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype)
+    if sinks is not None:
+        assert not dropout, "plan refuses it"
+        if kind_of(q.device) == "cpu":
+            if mask is not None and mask.dtype == torch.bool:
+                mask = _as_numbers(mask).to(q.dtype)
+            return attend_on_cpu(q, k, v, sinks, mask, scale).transpose(1, 2)
+        k, v, mask = with_sink_key(k, v, sinks, mask, q.shape[2])
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype),
+        q,
+        k,
+        v,
+        attn_mask=mask,
         dropout_p=dropout,
-        is_causal=bias is None and q.shape[1] > 1,
+        is_causal=mask is None and q.shape[2] > 1,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2)  # (B, T, H, hd)
 
@@ -476,7 +511,9 @@ def torch_prepare(
     return AttentionPlan("torch", spec, shared_heads=False, bias=bias)
 
 
-def torch_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def torch_attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Compute matmul and softmax in fp32 (fp64 for fp64), with all logits: the reference."""
     spec, bias, dtype = plan.spec, plan.bias, working_dtype(v)
     assert bias is not None
@@ -488,5 +525,8 @@ def torch_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: 
             logits = spec.softcap * torch.tanh(logits / spec.softcap)
         is_mask = bias.dtype == torch.bool
         logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias
-        weights = F.dropout(logits.softmax(-1), dropout)
+        if sinks is not None:
+            column = sinks.to(wide).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], dim=-1)
+        weights = F.dropout(logits.softmax(-1), dropout)[..., : k.shape[1]]
         return torch.einsum("bhts,bshd->bthd", weights, v.to(wide)).to(dtype)  # (B, T, H, hd)

@@ -65,11 +65,13 @@ def varlen_prepare(
     return replace(plan, shared_heads=shared)
 
 
-def varlen_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def varlen_attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd)."""
     from torch.nn.attention import varlen
 
-    assert not dropout, "plan refuses it"
+    assert not dropout and sinks is None, "plan refuses it"
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
     dtype, missing = working_dtype(v), -width % 8  # it takes heads of whole 16 bytes
     q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))
@@ -129,7 +131,9 @@ def flash_refusal(
     return reason or _missing_flash()
 
 
-def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def flash_attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd).
 
     Fewer queries than keys are the last ones: causality, windows and ALiBi are aligned to the
@@ -137,6 +141,7 @@ def flash_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: 
     """
     import flash_attn
 
+    assert sinks is None, "plan refuses it"
     dtype, slopes = working_dtype(v), plan.spec.slopes
     slopes = None if slopes is None else slopes.float()
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -178,11 +183,13 @@ def flash3_refusal(
     return _missing_flash3() or _left_out(spec, dtype, head_dim) or _undecided(head_dim)
 
 
-def flash3_attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def flash3_attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Return attention; see `flash_attend`."""
     import flash_attn_interface
 
-    assert not dropout, "plan refuses it"
+    assert not dropout and sinks is None, "plan refuses it"
     dtype, width = working_dtype(v), q.shape[-1]
     missing = -width % 8  # heads must be multiples of 16 bytes
     q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))

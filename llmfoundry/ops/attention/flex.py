@@ -21,6 +21,7 @@ from llmfoundry.ops.attention.base import (
     repeat_heads,
     working_dtype,
 )
+from llmfoundry.ops.attention.sinks import scaled_by_sinks
 from llmfoundry.ops.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -70,9 +71,11 @@ def prepare(
     return AttentionPlan("flex", spec, block_mask=mask, score_mod=_score_mod(spec, offset=offset))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, sinks: Tensor | None
+) -> Tensor:
     """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd)."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     assert not dropout, "plan refuses it"
     groups, width = q.shape[2] // k.shape[2], q.shape[3]
@@ -82,7 +85,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
     q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
     # inside a compiled block, the kernel becomes part of the block's graph
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out = kernel(
+    wanted = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
+    result = kernel(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -90,7 +94,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
         block_mask=plan.block_mask,
         scale=plan.spec.scale,
         enable_gqa=q.shape[2] != k.shape[2],
+        **wanted,
     )
+    out = result if sinks is None else scaled_by_sinks(result[0], result[1].lse, sinks)
     return out.transpose(1, 2)[..., :width]
 
 

@@ -6,7 +6,8 @@ layers with the same `AttentionSpec`, so that masks and document borders are com
 
 Every backend computes the same function: scaled logits, softcap, ALiBi's bias slope * (key -
 query), mask, softmax, dropout, times values. A token attends to itself and to earlier tokens of its
-document, or of its path in a tree, at most a window back; distances are those of positions.
+document, or of its path in a tree, at most a window back; distances are those of positions. A sink
+is one more logit of each head, without a value.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from llmfoundry.ops.attention.base import (
     AttentionPlan,
     AttentionSpec,
     RangePlan,
+    Serve,
     autocast_dtype,
     repeat_heads,
 )
+from llmfoundry.ops.attention.sinks import scaled_by_sinks
 from llmfoundry.ops.devices import kind_of
 from llmfoundry.ops.packed_layout import PackedLayout, Ranges
 
@@ -78,7 +81,7 @@ class AttentionKernels:
             spec = replace(spec, window=-1)
         if kind_of(device) != device.type and self._impl != "torch":
             # planning for a GPU: all its kernels save the same tensors, and no bias
-            layout, spec = None, AttentionSpec(spec.scale)
+            layout, spec = None, AttentionSpec(spec.scale, sinks=spec.sinks)
             plain = AttentionPlan("sdpa", spec)
             if ranges is None:
                 return plain
@@ -112,7 +115,7 @@ class AttentionKernels:
         trees: bool,
     ) -> str:
         """Return the backend of a case, from a cache."""
-        options = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout)
+        options = (spec.softcap, spec.slopes is None, spec.window < 0, spec.dropout, spec.sinks)
         exact = torch.are_deterministic_algorithms_enabled()
         case = (options, packed, device, dtype, trees, exact)
         if case not in self._chosen:
@@ -146,23 +149,36 @@ def range_plan(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, training: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    *,
+    sinks: Tensor | None = None,
+    training: bool = False,
 ) -> Tensor:
     """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd); KV divides H.
 
     Inputs and output have autocast's dtype if it is enabled, else that of the values. Dropout is
-    applied only if `training`.
+    applied only if `training`. Sinks (H,) are required if the plan's spec says that there are some.
     """
+    assert plan.parts or plan.spec.sinks == (sinks is not None)
     if plan.parts:
         queries = q.split([part.queries for part in plan.parts], dim=1)
         mixed = []
         for part_queries, part in zip(queries, plan.parts, strict=True):
             keys, values = k[:, part.start : part.stop], v[:, part.start : part.stop]
-            mixed.append(attend(part_queries, keys, values, part.plan, training=training))
+            mixed.append(
+                attend(part_queries, keys, values, part.plan, sinks=sinks, training=training)
+            )
         return torch.cat(mixed, dim=1)
     if not plan.shared_heads:
         k, v = repeat_heads(q, k, v)
-    return IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0)
+    if sinks is not None and kind_of(q.device) != q.device.type and plan.impl == "sdpa":
+        # planning for a GPU, whose kernel returns the log-sum-exp: only shapes count
+        out = IMPLS[plan.impl](q, k, v, plan, 0.0, None)
+        return scaled_by_sinks(out.transpose(1, 2), out[..., 0].mT, sinks).transpose(1, 2)
+    return IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0, sinks)
 
 
 def choose(
@@ -183,7 +199,9 @@ def choose(
     before it.
     """
     order = ["sdpa", "torch"]
-    plain = spec.slopes is None and spec.softcap is None and spec.window < 0 and not packed
+    plain = not (
+        spec.slopes is not None or spec.softcap or spec.window >= 0 or spec.sinks or packed
+    )
     if device.type == "cuda" and not plain:
         order = ["varlen", "flash3", "flex", "flash", *order]
     if trees:
@@ -236,7 +254,7 @@ PLANS: dict[str, Callable[..., AttentionPlan]] = {
     "flash": partial(flash.prepare, "flash"),
     "flash3": partial(flash.prepare, "flash3"),
 }
-IMPLS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]] = {
+IMPLS: dict[str, Serve] = {
     "torch": base.torch_attend,
     "sdpa": base.sdpa_attend,
     "flex": flex.attend,
