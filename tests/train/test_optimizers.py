@@ -26,7 +26,7 @@ from llmfoundry.recipe.optimizer import (
     OptimizerConfig,
     ParamGroupConfig,
 )
-from llmfoundry.train.optim.muon import orthogonal
+from llmfoundry.train.optim import muon
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.step import Guard, StepSettings, clip_adaptive, train_step
 from tests.models.test_decoder import CHAIN, make_config
@@ -248,15 +248,21 @@ def test_muon_multiplies_in_the_recipes_precision(
 ) -> None:
     computed = set()
 
-    def spy(matrix: Tensor) -> Tensor:
-        computed.add(matrix.dtype)
-        return orthogonal(matrix)
+    newton_schulz = muon.orthogonal
 
-    monkeypatch.setattr("llmfoundry.train.optim.muon.orthogonal", spy)
+    def spy(matrices: Tensor) -> Tensor:
+        computed.add(matrices.dtype)
+        return newton_schulz(matrices)
+
+    monkeypatch.setattr(muon, "orthogonal", spy)
     model, config = make_model(), make_optimizer_config("muon")
     optimizer = build_optimizer(model, config, matmul_dtype=matmul_dtype(precision))
     run(model, optimizer, make_gradients(model, 1))
     assert computed == {dtype}
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    return muon.orthogonal(matrix[None])[0]
 
 
 def error(found: Tensor, expected: Tensor) -> float:
