@@ -2,8 +2,8 @@
 
 Not a test: `test_moe_triton.py` starts it as a process of its own, for the interpreter is chosen by
 TRITON_INTERPRET before Triton is imported. Prints each case's distance from PyTorch's step as JSON,
-and those that do not keep NaN.
-On a GPU `test_kernels_on_gpus.py` calls `cases` and `lost`.
+those that do not keep NaN, and whether rows are sorted as by PyTorch.
+On a GPU `test_kernels_on_gpus.py` calls `cases`, `lost` and `routes`.
 """
 
 from __future__ import annotations
@@ -92,12 +92,40 @@ def lost(dtype: torch.dtype, device: str = "cpu") -> list[str]:
     return found
 
 
+def routes(device: str = "cpu") -> dict[str, bool]:
+    """Whether the kernel's order, inverse and ends are PyTorch's, by tokens, experts and choices.
+
+    With several chunks of an expert; experts that nobody chooses; more experts than a key of 8 bits
+    tells apart.
+    """
+    generator = torch.Generator().manual_seed(2)
+    found = {}
+    for tokens, n_experts, top_k in (
+        (0, 4, 2),
+        (1, 16, 4),
+        (5, 4, 3),
+        (257, 1, 1),
+        (300, 16, 4),
+        (100, 300, 6),
+        (90, 70, 2),
+    ):
+        scores = torch.randn(tokens, n_experts, generator=generator)
+        scores -= torch.arange(n_experts) / 4
+        experts = scores.topk(top_k).indices.to(device)
+        pairs = zip(moe_triton.route(experts, n_experts), route(experts, n_experts), strict=True)
+        are_equal = [torch.equal(m, r) and m.dtype == r.dtype for m, r in pairs]
+        found[f"{tokens} tokens, {top_k} of {n_experts}"] = all(are_equal)
+    return found
+
+
 if __name__ == "__main__":
     moe_triton.WIDTH = 256  # two laps along a row, cheaply
     moe_triton.WARPS = 1
+    moe_triton.PAIRS = 64  # several blocks of pairs
     distances = {
         f"{name} in {str(dtype).removeprefix('torch.')}": max(distance(*pair) for pair in pairs)
         for dtype in (torch.float32, torch.bfloat16)
         for name, pairs in cases(dtype).items()
     }
-    print(json.dumps({"distances": distances, "nan lost": lost(torch.bfloat16)}))
+    found = {"distances": distances, "nan lost": lost(torch.bfloat16), "routes": routes()}
+    print(json.dumps(found))

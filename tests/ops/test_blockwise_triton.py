@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.test_moe_triton import compile_for_hopper
+from tests.ops.ahead import HOPPER, compile_for
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -48,5 +48,6 @@ def test_kernels_compile_for_hopper_without_spills(
     if name == "quantize_kernel":
         constants["LARGEST"] = LARGEST[FORMATS[kind]]
     pointers = {"x": dtype, "out": dtype, "values": VALUES[kind], "scales": "*bf16", "n": "i64"}
-    spilled = compile_for_hopper(kernel, constants, pointers, tmp_path, blockwise_triton.WARPS)
+    warps = blockwise_triton.WARPS
+    spilled = compile_for(HOPPER, kernel, constants, pointers, tmp_path, warps)
     assert spilled == ["0", "0"]

@@ -1,10 +1,9 @@
-"""The Triton kernels without a GPU: by the interpreter, and compiled ahead of time for Hopper."""
+"""The Triton kernels without a GPU: by the interpreter, and compiled ahead of time for GPUs."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +11,24 @@ from typing import Any
 
 import pytest
 
+from tests.ops.ahead import compile_for
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
-SHARED = 227 * 1024  # bytes a block of threads has on Hopper
 TENSORS = {  # pointers to other than the rows' type
     "order": "*i32",
     "inverse": "*i32",
     "weights": "*fp32",
     "inner": "*fp32",
+    "experts": "*i64",
+    "ends": "*i32",
+    "n_pairs": "i32",
+    "n_chunks": "i32",
 }
 GLU = {"F": 10752, "GATED": True}
 COMBINE = {"D": 6144, "K": 4}
 KERNELS: dict[str, dict[str, Any]] = {  # DBRX's sizes
+    "route_kernel": {"PAIRS": 4096},
     "gather_kernel": {"D": 6144, "K": 4},
     "glu_kernel": {**GLU, "ACT": "silu"},
     "glu_kernel gelu": {**GLU, "ACT": "gelu"},
@@ -62,37 +67,25 @@ def test_interpreted_kernels_keep_nan_where_pytorchs_steps_do(interpreted: dict[
     assert interpreted["nan lost"] == []
 
 
-@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_interpreted_routing_is_pytorchs_sort(interpreted: dict[str, Any]) -> None:
+    assert len(interpreted["routes"]) == 7
+    assert [name for name, is_equal in interpreted["routes"].items() if not is_equal] == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, "*bf16"), (90, "*bf16"), (90, "*fp32"), (100, "*bf16")]
+)
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_for_hopper_without_spills(name: str, dtype: str, tmp_path: Path) -> None:
+def test_kernels_compile_without_spills(
+    name: str, capability: int, dtype: str, tmp_path: Path
+) -> None:
     from llmfoundry.ops.moe import triton_kernels as moe_triton
 
     kernel = getattr(moe_triton, name.split()[0])
+    arguments = getattr(kernel, "arg_names", ())  # none in the interpreter
     constants = {"WIDTH": moe_triton.WIDTH, **KERNELS[name]}
-    pointers = dict.fromkeys(getattr(kernel, "arg_names", ()), dtype) | TENSORS
-    spilled = compile_for_hopper(kernel, constants, pointers, tmp_path, moe_triton.WARPS)
+    constants = {key: value for key, value in constants.items() if key in arguments}
+    pointers = dict.fromkeys(arguments, dtype) | TENSORS
+    warps = moe_triton.WARPS * (2 if name == "route_kernel" else 1)
+    spilled = compile_for(capability, kernel, constants, pointers, tmp_path, warps)
     assert spilled == ["0", "0"]
-
-
-def compile_for_hopper(
-    kernel: Any, constants: dict[str, Any], types: dict[str, str], folder: Path, warps: int
-) -> list[str]:
-    """Bytes that a kernel's registers spill, as Hopper's assembler says; its memory fits."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    if not hasattr(kernel, "arg_names") or os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    signature = {a: "constexpr" if a in constants else types[a] for a in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": warps}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.metadata.shared < SHARED
-    ptx, cubin = folder / "kernel.ptx", folder / "cubin"
-    ptx.write_text(compiled.asm["ptx"])
-    assemble = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o"]
-    said = subprocess.run(
-        [*assemble, str(cubin), str(ptx)], capture_output=True, text=True, check=True
-    ).stderr
-    return re.findall(r"(\d+) bytes spill (?:stores|loads)", said)

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmfoundry.ops.devices import planned
-from llmfoundry.ops.moe.experts import route
 from llmfoundry.ops.moe.gpu import steps_of
 from llmfoundry.ops.torch_private import start_all_to_all, wait
 
@@ -50,7 +49,7 @@ class TokenExchange:
         self, x: Tensor, experts: Tensor, *, n_experts: int, group: dist.ProcessGroup
     ) -> None:
         size = group.size()
-        self._order, self._inverse, ends = route(experts, n_experts)
+        self._order, self._inverse, ends = steps_of(x.device).route(experts, n_experts)
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()  # (E,)
         even = [n_experts // size] * size
         theirs = start_all_to_all(counts, even, even, group)

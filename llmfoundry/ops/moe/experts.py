@@ -218,15 +218,22 @@ class SortedRows(NamedTuple):
 
 def route(experts: Tensor, n_experts: int) -> SortedRows:
     """Sort the pairs of experts (T, k), integers below `n_experts`, by expert."""
-    flat = experts.flatten().to(torch.int32)
+    flat = experts.flatten().to(_key_dtype(n_experts))
     by_expert, order = flat.sort(stable=True)
-    inverse = torch.empty_like(flat)
     rows = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
+    inverse = torch.empty_like(rows)
     inverse[order] = rows  # each index occurs once: deterministic
     # ends from the sorted experts: bincount would synchronize
-    number = torch.arange(n_experts, dtype=torch.int32, device=flat.device)
+    number = torch.arange(n_experts, dtype=flat.dtype, device=flat.device)
     ends = torch.searchsorted(by_expert, number, right=True, out_int32=True)
     return SortedRows(order.to(torch.int32), inverse, ends)
+
+
+def _key_dtype(n_experts: int) -> torch.dtype:
+    """Return the smallest dtype of expert numbers: a radix sort has one pass per 8 bits."""
+    if n_experts <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if n_experts <= 1 << 15 else torch.int32
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:

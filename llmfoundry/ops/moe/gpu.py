@@ -121,7 +121,7 @@ def steps_of(device: torch.device) -> Any:
     """
     what = planned()
     if what is not None and what.kind == "cuda":
-        names = ("gather", "glu", "glu_backward", "combine", "combine_backward")
+        names = ("route", "gather", "glu", "glu_backward", "combine", "combine_backward")
         return SimpleNamespace(**{n: what.kernel(getattr(plain_steps, n)) for n in names})
     return _steps_of(device.type)
 

@@ -228,7 +228,7 @@ def _run_forward(
     """Return the output, the saved gate and up, and order, inverse and ends of the routing."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     x, weights = x.contiguous(), weights.contiguous()
-    routing = route(experts, layer.w1.shape[0])
+    routing = moe_device.steps_of(x.device).route(experts, layer.w1.shape[0])
     y, saved = _path(x.device).forward(x, weights, routing, layer, keep=keep)
     return (y, *saved, *routing)
 

@@ -2,7 +2,7 @@
 
 The functions are documented in `experts.py`; `gpu.py` calls these versions on CUDA. All arithmetic
 is in fp32. A program processes one row or one token and iterates along it, so that sums along a row
-need no atomics and every run gives the same bits.
+need no atomics and every run gives the same bits. `route_kernel` sorts all rows at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from llmfoundry.ops.moe import experts as plain_steps
+from llmfoundry.ops.moe.experts import SortedRows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # others use `plain_steps`
 WIDTH = 1024  # values of a row that a program loads at a time
 WARPS = 4
+PAIRS = 4096  # pairs of token and choice that a program of `route_kernel` loads at a time
+PROGRAMS = 128  # of `route_kernel`; each reads all pairs, from the cache
 
 
 @triton.jit
@@ -54,6 +57,44 @@ def _slope(
         return s + a * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
     else:
         return tl.where(a > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def route_kernel(
+    experts: tl.tensor,
+    order: tl.tensor,
+    inverse: tl.tensor,
+    ends: tl.tensor,
+    n_pairs: tl.tensor,
+    n_chunks: tl.tensor,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Write the sorted rows of one expert's pairs in one chunk; the last chunk writes its end.
+
+    A stable counting sort without atomics or communication between programs: each program counts
+    the pairs that precede its own, those of lower experts and those of earlier chunks.
+    """
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    n_blocks = tl.cdiv(n_pairs, PAIRS)
+    begin = n_blocks * chunk // n_chunks * PAIRS
+    end = tl.minimum(n_blocks * (chunk + 1) // n_chunks * PAIRS, n_pairs)
+    counts = tl.zeros([PAIRS], dtype=tl.int32)
+    for start in range(0, n_pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + pair, mask=pair < n_pairs, other=0).to(tl.int32)
+        is_before = (chosen < expert) | ((chosen == expert) & (pair < begin))
+        counts += (is_before & (pair < n_pairs)).to(tl.int32)
+    row = tl.sum(counts, axis=0)
+    for start in range(begin, end, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + pair, mask=pair < end, other=0).to(tl.int32)
+        is_chosen = (chosen == expert) & (pair < end)
+        rows = row + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
+        tl.store(order + rows, pair, mask=is_chosen)
+        tl.store(inverse + pair, rows, mask=is_chosen)
+        row += tl.sum(is_chosen.to(tl.int32), axis=0)
+    if chunk == n_chunks - 1:
+        tl.store(ends + expert, row)
 
 
 @triton.jit
@@ -189,6 +230,19 @@ def combine_backward_kernel(
         total += value * tl.load(rows + row * D + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row * D + column, value * weight, mask=mask)
     tl.store(inner + pair, tl.sum(total, axis=0))
+
+
+def route(experts: Tensor, n_experts: int) -> SortedRows:
+    """`plain_steps.route`."""
+    flat = experts.flatten()
+    n_pairs = flat.shape[0]
+    order, inverse = (flat.new_empty(n_pairs, dtype=torch.int32) for _ in range(2))
+    ends = flat.new_empty(n_experts, dtype=torch.int32)
+    n_chunks = max(1, min(PROGRAMS // n_experts, triton.cdiv(n_pairs, PAIRS)))
+    arguments = (flat, order, inverse, ends, n_pairs, n_chunks)
+    with torch.cuda.device_of(flat):
+        route_kernel[(n_experts, n_chunks)](*arguments, PAIRS=PAIRS, num_warps=2 * WARPS)
+    return SortedRows(order, inverse, ends)
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
