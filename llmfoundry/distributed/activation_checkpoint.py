@@ -213,7 +213,7 @@ def _selection(root: Root, compress: Compressor | None, *, is_compiled: bool) ->
         if not name.startswith(KEPT):
             return False
         if name.startswith(("aten::mm", "aten::addmm")):
-            left, right = args[-2:]
+            left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
             return (left.shape[-1], right.shape[-1]) != last
         return True
 

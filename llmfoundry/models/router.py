@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import adapted
-from llmfoundry.ops.devices import without_autocast
+from llmfoundry.ops import wide_matmul
+from llmfoundry.ops.devices import kind_of, without_autocast
 from llmfoundry.ops.torch_private import start_all_reduce, wait
 from llmfoundry.recipe.model import ResolvedFFNConfig, ResolvedModelConfig
 
@@ -124,7 +125,7 @@ class WideLinear(torch.autograd.Function):
     """x W^T in fp32 or wider, for x (N, D) and W (E, D) of any dtype.
 
     Inputs are saved for the backward pass in their own dtype. An fp32 copy of every token would add
-    a tenth to the activation memory of the experts.
+    a tenth to the activation memory of the experts. On CUDA bf16 tokens are never copied to fp32.
     """
 
     @staticmethod
@@ -132,6 +133,8 @@ class WideLinear(torch.autograd.Function):
         """Return logits (N, E)."""
         ctx.save_for_backward(x, weight)
         with without_autocast(x.device.type):
+            if _is_split(x):
+                return wide_matmul.logits(x, wide_matmul.split(weight.float()))
             return F.linear(x.to(_wide(x)), weight.to(_wide(x)))
 
     @staticmethod
@@ -139,8 +142,17 @@ class WideLinear(torch.autograd.Function):
         """Return the gradients of x and W in their dtypes."""
         (x, weight), (grad,) = ctx.saved_tensors, grads
         with without_autocast(x.device.type):
+            if _is_split(x):
+                parts = wide_matmul.split(weight.float())
+                dx, dweight = wide_matmul.gradients(grad, x, parts)
+                return dx, dweight.to(weight.dtype)
             dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
             return dx, (grad.T @ x.to(grad.dtype)).to(weight.dtype)
+
+
+def _is_split(x: Tensor) -> bool:
+    """Return whether products with x are computed by `wide_matmul`."""
+    return x.dtype == torch.bfloat16 and kind_of(x.device) == "cuda"
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -262,9 +274,8 @@ class LayerStatistics(NamedTuple):
         """
         groups = where.batch_size if by_sequence else 1
         n_experts, top_k = scores.shape[1], experts.shape[1]
-        expert_ids = torch.arange(n_experts, device=experts.device)
-        # one_hot and bincount would synchronize with the device
-        is_chosen = (experts[:, :, None] == expert_ids).sum(1).to(scores.dtype)  # (N, E)
+        # one_hot and bincount would synchronize with the device; a token's experts are different
+        is_chosen = torch.zeros_like(scores).scatter_(1, experts, 1)  # (N, E)
         if where.indices is None:
             load = is_chosen.view(groups, -1, n_experts).sum(1)  # (groups, E)
             score_sums = scores.view(groups, -1, n_experts).sum(1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmfoundry.models.router import WideLinear
 from llmfoundry.ops.attention.select import IMPLS, attend, refusal
 from llmfoundry.ops.loss import linear_cross_entropy, reference_cross_entropy
 from llmfoundry.ops.moe import mixture as moe
@@ -152,10 +153,27 @@ def test_triton_kernels(dtype: str, record_property: Record) -> None:
     from tests.ops import moe_triton_interpreted as kernels
 
     assert not kernels.lost(DTYPES[dtype], "cuda"), "NaN does not stay NaN"
+    assert all(kernels.routes("cuda").values())
     for name, pairs in kernels.cases(DTYPES[dtype], "cuda", exact=True).items():
         error = max(kernels.distance(*pair) for pair in pairs)
         record_property(name, error)
         assert error <= TRITON_BOUNDS[dtype], name
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_router_products_without_a_copy_of_the_tokens() -> None:
+    """Of bf16 tokens and fp32 weights, as near float64 as on a CPU."""
+    from tests.ops import test_wide_matmul as router
+
+    x, weight, grad = (t.to(CUDA) for t in router.tensors())
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y = WideLinear.apply(*leaves)
+    dx, dweight = torch.autograd.grad(y, leaves, grad)
+    wide_x, wide_weight, wide_grad = (t.detach().double() for t in (x, weight, grad))
+    assert router.distance(y.detach(), wide_x @ wide_weight.T) < 1e-6
+    assert router.distance(dweight, wide_grad.T @ wide_x) < 1e-6
+    assert router.distance(dx, wide_grad @ wide_weight) < 3e-3
 
 
 @pytest.mark.gpu

@@ -62,6 +62,9 @@ def test_products_are_three_times_the_parameters_that_a_token_meets(make: type) 
     model = recipe.model
     attention = 12 * model.n_layers * model.d_model * LENGTH  # as counts.py has it: all keys
     expected = LENGTH * (flops_per_token(model, LENGTH) - attention)
+    # routers multiply three parts of their weight forward, four of the gradient and three backward
+    experts = model.ffn_config.moe_num_experts or 0
+    expected += LENGTH * (2 + 3 + 2) * 2 * model.n_layers * model.d_model * experts
     assert products(counted) == pytest.approx(expected, rel=1e-6)
     forward = counted.forward.of(1).attention
     assert forward == LENGTH * attention / 3 * (LENGTH + 1) / (2 * LENGTH)  # causal
