@@ -391,7 +391,8 @@ class ProfileConfig:
     when a process receives SIGUSR2 (kill -USR2) and when a GPU runs out of memory. On a CPU the
     snapshot covers the one step after the signal, as torch.profiler records it."""
     memory_snapshot_step: Annotated[int | None, Range(1, 2**31), Only("memory_snapshot")] = None
-    """Step of this process after which a snapshot is written without a signal."""
+    """Step of this process after which a snapshot is written without a signal. On a CPU, a
+    snapshot of a step that is traced, or right before a trace, is of the first step after it."""
     memory_snapshot_entries: Annotated[
         int | None, Range(1, 2**24, "each takes some kB"), Only("memory_snapshot")
     ] = None

@@ -10,7 +10,8 @@ ranges, so the trace shows forward, backward, messages and others above PyTorch'
 `MemorySnapshots` (`profile.memory_snapshot`): on a GPU, PyTorch's allocator records a history. It
 is written after a step, or when an allocation fails, before the error is raised and the memory is
 freed. The CPU allocator has no history. There the snapshot is that of one step by torch.profiler,
-converted to the same format by PyTorch.
+converted to the same format by PyTorch. A process has one profiler at a time: a snapshot that
+would meet a cycle of `Tracer` is of the first step after the cycle instead.
 """
 
 from __future__ import annotations
@@ -148,6 +149,12 @@ def start_profiler(device: torch.device, **settings: Any) -> profile:
     return profiler
 
 
+def trace_schedule(config: ResolvedProfileConfig) -> Callable[[int], ProfilerAction]:
+    """Return the action of `profile.trace` by step of this process, from 0."""
+    names = ("skip_first", "wait", "warmup", "active", "repeat")
+    return schedule(**{name: getattr(config, name) for name in names})
+
+
 class Tracer(Callback):
     """Callback that traces steps on a schedule. All ranks pause while chosen ranks write."""
 
@@ -155,8 +162,7 @@ class Tracer(Callback):
         """Create the callback; `config` is resolved."""
         self._config, self._files = config, files
         self._is_chosen = config.has_rank(files.world.rank)
-        names = ("skip_first", "wait", "warmup", "active", "repeat")
-        self._action = schedule(**{name: getattr(config, name) for name in names})
+        self._action = trace_schedule(config)
         self._steps = 0  # steps of this process
         self._profiler: profile | None = None
         self._spans = TracedSpans()
@@ -330,7 +336,8 @@ class MemorySnapshots(Callback):
         self._is_chosen = config.has_rank(files.world.rank)
         self._steps = 0  # steps of this process
         self._failed = 0  # snapshots of failed allocations
-        self._is_requested = False  # by the signal REQUEST
+        self._is_requested = False  # by the signal REQUEST; on a CPU also by a step
+        self._is_postponed = False  # until the end of a cycle of `Tracer`
         self._before: Any = None  # the handler of REQUEST
         self._profiler: profile | None = None
         self._batch = 0
@@ -379,17 +386,38 @@ class MemorySnapshots(Callback):
 
     def _before_step(self, trainer: Trainer) -> None:
         """On a CPU, start to profile the next step if its snapshot is due or requested."""
-        is_due = self._steps + 1 == self._config.memory_snapshot_step
-        if self._on_device or trainer.done or not (is_due or self._is_requested):
+        if self._on_device:
             return
-        self._is_requested = False
+        self._is_requested |= self._steps + 1 == self._config.memory_snapshot_step
+        if not self._is_requested:
+            return
+        next_step = trainer.batch + 1
+        if trainer.done:
+            self._report(trainer, "none, as the run ends first")
+            return
+        if self._meets_trace():
+            if not self._is_postponed:
+                self._report(trainer, f"that of step {next_step} waits for the end of the trace")
+            self._is_postponed = True
+            return
+        self._is_requested = self._is_postponed = False
         try:
             self._profiler = start_profiler(
                 trainer.world.device, profile_memory=True, record_shapes=True, with_stack=True
             )
         except RuntimeError as error:
-            line = f"profile.memory_snapshot: none of step {trainer.batch + 1}: {one_line(error)}"
-            self._files.report(trainer.tracker.note, line)
+            self._report(trainer, f"none of step {next_step}: {one_line(error)}")
+
+    def _meets_trace(self) -> bool:
+        """Return whether `Tracer` profiles the next step, or starts before the snapshot ends."""
+        if not self._config.trace:
+            return False
+        action = trace_schedule(self._config)
+        steps = (self._steps, self._steps + 1)
+        return any(action(step) != ProfilerAction.NONE for step in steps)
+
+    def _report(self, trainer: Trainer, line: str) -> None:
+        self._files.report(trainer.tracker.note, f"profile.memory_snapshot: {line}")
 
     def _stop(self) -> profile:
         profiler, self._profiler = self._profiler, None

@@ -135,6 +135,40 @@ def test_a_signal_asks_for_a_snapshot(
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
+@pytest.mark.parametrize(
+    ("step", "written"),
+    [(1, 5), (2, 5), (4, 5), (5, 5)],  # the cycle is steps 2 to 4, the first of which is discarded
+)
+def test_a_cpu_snapshot_of_a_traced_step_is_of_the_step_after_the_cycle(
+    step: int,
+    written: int,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    memory = ("profile.memory_snapshot=true", f"profile.memory_snapshot_step={step}")
+    folder = train_here(f"both{step}", *TRACE, *memory, *SHORT, "max_duration=6ba")
+    names = {path.name for path in (folder / "profile").iterdir()}
+    assert names == {
+        f"memory-step-{written}-rank-0.pickle",
+        "trace-step-4-rank-0.json.gz",
+        "operations-step-4-rank-0.txt",
+    }
+    line = f"profile.memory_snapshot: that of step {step} waits for the end of the trace"
+    assert (line in capsys.readouterr().out) == (step != written)
+
+
+def test_a_snapshot_that_no_step_is_left_for_is_reported(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    memory = ("profile.memory_snapshot=true", "profile.memory_snapshot_step=3")
+    folder = train_here("late", *TRACE, *memory, *SHORT, "max_duration=4ba")
+    assert (folder / "profile" / "trace-step-4-rank-0.json.gz").exists()
+    assert "profile.memory_snapshot: none, as the run ends first" in capsys.readouterr().out
+
+
 def test_what_cannot_be_written_is_a_line(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
