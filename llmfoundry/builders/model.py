@@ -97,7 +97,7 @@ def attention_refusal(recipe: ResolvedTrainRecipe, device: torch.device) -> str 
         return None  # transformers reports this
     for spec in attention_specs(model, model.layers(), device).values():
         impl = model.attn_config.attn_impl
-        reason = refusal(impl, spec, device, dtype, head_dim=model.head_dim)
+        reason = refusal(impl, spec, device, dtype, head_dim=max(model.head_dim, model.value_dim))
         if reason is not None:
             return reason
     return None

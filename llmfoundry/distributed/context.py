@@ -128,17 +128,20 @@ class Ulysses(ContextRank):
         repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-        # one all-to-all for all three
-        dtype = working_dtype(v)
-        q, k, v = (x.to(dtype).unflatten(2, (self.degree, -1)) for x in (q, k, v))
-        sizes = [q.shape[3], k.shape[3], v.shape[3]]
-        q, k, v = self._tokens_for_heads(torch.cat([q, k, v], dim=3)).split(sizes, dim=2)
+        # one all-to-all for all three, whose heads may have different widths
+        dtype, widths = working_dtype(v), [x.shape[3] for x in (q, k, v)]
+        parts = [x.to(dtype).unflatten(2, (self.degree, -1)).flatten(3) for x in (q, k, v)]
+        sizes = [part.shape[3] for part in parts]  # values of a rank's heads
+        exchanged = self._tokens_for_heads(torch.cat(parts, dim=3)).split(sizes, dim=2)
+        pairs = zip(exchanged, widths, strict=True)
+        q, k, v = (x.unflatten(2, (-1, width)) for x, width in pairs)
         return q, (k, v)
 
     def exchange_q(self, q: Tensor, kv: KeysValues) -> Tensor:
         """Exchange tokens (B, t, H, hd) for heads (B, T, H / C, hd), of the queries only."""
-        q = q.to(working_dtype(kv[1]))
-        return self._tokens_for_heads(q.unflatten(2, (self.degree, -1)))
+        width = q.shape[3]
+        q = q.to(working_dtype(kv[1])).unflatten(2, (self.degree, -1)).flatten(3)
+        return self._tokens_for_heads(q).unflatten(2, (-1, width))
 
     def exchange_output(self, attended: Tensor) -> Tensor:
         """Exchange heads (B, T, H / C, hd) for tokens (B, t, H, hd)."""
@@ -147,8 +150,8 @@ class Ulysses(ContextRank):
         return parts.movedim(0, 2).flatten(2, 3)
 
     def _tokens_for_heads(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, T, n, hd) of this rank's n heads, from x (B, t, C, n, hd)."""
-        parts = AllToAll.apply(x.movedim(2, 0), self.group)  # (C, B, t, n, hd), by source rank
+        """Return all tokens (B, T, w) of this rank's heads, from x (B, t, C, w)."""
+        parts = AllToAll.apply(x.movedim(2, 0), self.group)  # (C, B, t, w), by source rank
         return parts.movedim(0, 1).flatten(1, 2)
 
 
@@ -178,13 +181,13 @@ class AllGatherKV(ContextRank):
 
     def exchange_qkv(self, q: Tensor, kv: KeysValues) -> tuple[Tensor, KeysValues]:
         """Return q, and keys and values gathered from (B, t, KV, hd) to (B, T, KV, hd)."""
-        dtype = working_dtype(kv[1])
-        kv_pair = torch.stack([x.to(dtype) for x in kv])  # (2, B, t, KV, hd)
-        gathered = AllGather.apply(kv_pair, self.group, self.degree)  # (C, 2, B, t, KV, hd)
+        dtype, widths = working_dtype(kv[1]), [x.shape[3] for x in kv]
+        row = torch.cat([x.to(dtype) for x in kv], dim=3)  # (B, t, KV, w), w: of key and value
+        gathered = AllGather.apply(row, self.group, self.degree)  # (C, B, t, KV, w)
         # the second chunks of the ranks follow the first ones in reverse order
-        first, second = gathered.chunk(2, dim=3)
-        chunks = torch.cat([first, second.flip(0)])  # (2 C, 2, B, t / 2, KV, hd)
-        k, v = chunks.movedim(0, 2).flatten(2, 3)
+        first, second = gathered.chunk(2, dim=2)
+        chunks = torch.cat([first, second.flip(0)])  # (2 C, B, t / 2, KV, w)
+        k, v = chunks.movedim(0, 1).flatten(1, 2).split(widths, dim=3)
         return q, (k, v)
 
     def exchange_q(self, q: Tensor, kv: KeysValues) -> Tensor:

@@ -45,6 +45,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import is_added
 from llmfoundry.models.attention import Attention, Sinks
 from llmfoundry.models.decoder import Block, Decoder, Root
+from llmfoundry.models.latent_attention import LatentAttention
 from llmfoundry.models.layers import FFN
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.quantized import quantization
@@ -119,7 +120,11 @@ def _cast_output(norm: nn.Module) -> None:
 
 def _shard_block(block: Block, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {"norm_1": _norm(), "norm_2": _norm()}
-    plan |= {f"attn.{name}": style for name, style in _attention_plan(block.attn).items()}
+    attn = block.attn
+    of_attention = (
+        _latent_plan(attn) if isinstance(attn, LatentAttention) else _attention_plan(attn)
+    )
+    plan |= {f"attn.{name}": style for name, style in of_attention.items()}
     if not isinstance(block.ffn, MoE):  # `experts.py` handles layers with experts
         assert isinstance(block.ffn, FFN)
         plan |= _ffn_plan(block.ffn)
@@ -127,7 +132,8 @@ def _shard_block(block: Block, mesh: DeviceMesh) -> None:
     _cast_output(block.norm_1)
     if not isinstance(block.ffn, MoE):
         _cast_output(block.norm_2)
-    block.attn.widths = tuple(width // mesh.size() for width in block.attn.widths)
+    if isinstance(attn, Attention):
+        attn.widths = tuple(width // mesh.size() for width in attn.widths)
 
 
 def _attention_plan(attn: Attention) -> dict[str, ParallelStyle]:
@@ -152,6 +158,23 @@ class _ByHead(ParallelStyle):
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
         return module
+
+
+def _latent_plan(attn: LatentAttention) -> dict[str, ParallelStyle]:
+    """Return the plan of latent attention.
+
+    Each rank computes the latent vectors of its tokens, which are gathered: they are narrower than
+    the residual stream. The projections from them are sharded by head.
+    """
+    to_latents = ("Wq_a", "q_a_ln", "Wkv_a", "kv_a_ln")
+    plan: dict[str, ParallelStyle] = {name: _norm() for name in to_latents if hasattr(attn, name)}
+    plan["Wq_b" if hasattr(attn, "Wq_b") else "Wq"] = ColwiseParallel(input_layouts=Shard(1))
+    plan["gather"] = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    plan["Wkv_b"] = ColwiseParallel()
+    plan["out_proj"] = RowwiseParallel(output_layouts=Shard(1))
+    return plan
 
 
 def _ffn_plan(ffn: nn.Module) -> dict[str, ParallelStyle]:

@@ -300,7 +300,7 @@ def rotary_frequencies(
 ) -> Tensor:
     """Return the rotary frequencies in radians per position, in fp32.
 
-    Pair i has the frequency rope_theta^(-2i / head_dim), scaled as rope_hf_config says. Rounding
+    Pair i has the frequency rope_theta^(-2i / rotary_dim), scaled as rope_hf_config says. Rounding
     is that of transformers' LlamaRotaryEmbedding.
 
     Args:
@@ -311,7 +311,7 @@ def rotary_frequencies(
     Returns:
         (half,), or (..., T, half) with lengths.
     """
-    attn, head_dim = config.attn_config, config.head_dim
+    attn, head_dim = config.attn_config, config.rotary_dim
     base: float | Tensor = attn.rope_theta
     if lengths is not None:
         # NTK-aware scaling of the base, as `type: dynamic` of transformers

@@ -114,7 +114,8 @@ def flops_per_token(config: ResolvedModelConfig, seq_len: int) -> float:
 
 def _attention(config: ResolvedModelConfig, seq_len: int) -> int:
     """Return the multiply-adds of one token's attention over a full sequence."""
-    return config.n_layers * 2 * config.n_heads * config.head_dim * seq_len
+    width = config.head_dim + config.value_dim
+    return config.n_layers * config.n_heads * width * seq_len
 
 
 def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
@@ -133,7 +134,7 @@ def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
     config, total = model.config, 0.0
     if isinstance(config, HFModelConfig):
         return flops_per_token(config, seq_len)
-    attention = 2 * config.n_heads * config.head_dim * seq_len
+    attention = config.n_heads * (config.head_dim + config.value_dim) * seq_len
     named = dict(model.named_parameters())
     before = any(p.requires_grad for n, p in named.items() if n.startswith(_FIRST))
     if "wte.lora_B" in named:
@@ -158,7 +159,9 @@ _STAGES = [
     re.compile(pattern)
     for pattern in (
         r"^norm_1\.",
-        r"^attn\.W",
+        r"^attn\.W(?!\w+_b\.)",
+        r"^attn\.(q_a|kv_a)_ln\.",
+        r"^attn\.W\w+_b\.",
         r"^attn\.[qk]_ln\.",
         r"^attn\.out_proj\.",
         r"^norm_2\.",
@@ -166,7 +169,7 @@ _STAGES = [
         r"down_proj\.|experts\.w2",
     )
 ]
-_LAST_BEFORE_ATTENTION = _STAGES[2]
+_LAST_BEFORE_ATTENTION = _STAGES[4]
 _FACTORS = ("weight", "lora_A", "lora_B", "lora_A_init", "lora_B_init")
 
 

@@ -33,6 +33,7 @@ from llmfoundry.models.attention import (
     rotary_table,
 )
 from llmfoundry.models.kv_cache import SlotCache, SlottedCache
+from llmfoundry.models.latent_attention import LatentAttention
 from llmfoundry.models.layers import FFNS, Embedding, Linear, norm_maker
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
@@ -67,7 +68,11 @@ class Block(nn.Module):
         norm, bias = norm_maker(config.norm_type), not config.no_bias
         self.pdrop = config.resid_pdrop
         self.norm_1 = norm(config.d_model, eps=config.norm_eps, bias=bias)
-        self.attn = Attention(config, index, layer, is_reused=is_reused)
+        self.attn: Attention | LatentAttention
+        if config.attn_config.is_latent:
+            self.attn = LatentAttention(config, index, layer)
+        else:
+            self.attn = Attention(config, index, layer, is_reused=is_reused)
         self.norm_2 = norm(config.d_model, eps=config.norm_eps, bias=bias)
         ffn_type = config.ffn_config.ffn_type
         self.ffn = MoE(config) if ffn_type == "dmoe" else FFNS[ffn_type](config)
@@ -109,6 +114,18 @@ def _context_key(layer: LayerConfig) -> ContextKey:
 def _of_heads(spec: AttentionSpec, local_heads: Callable[[Tensor], Tensor]) -> AttentionSpec:
     """Return the settings with the ALiBi slopes of some heads."""
     return spec if spec.slopes is None else replace(spec, slopes=local_heads(spec.slopes))
+
+
+def _cached_kernels(config: ResolvedModelConfig) -> AttentionKernels | None:
+    """Return the kernels over cached latent vectors, which are wider than any other head.
+
+    None: a cache holds keys and values, and has the kernels of training.
+    """
+    attn = config.attn_config
+    if not attn.is_latent:
+        return None
+    is_plain = attn.attn_impl == "torch" or attn.attn_logit_softcapping is not None
+    return AttentionKernels("torch" if is_plain else "sdpa", config.cache_row[1])
 
 
 def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
@@ -158,7 +175,9 @@ class Decoder(nn.Module):
             raise UserError(*problems)
         self.config = config
         self.layers = config.layers()
-        self.kernels = AttentionKernels(config.attn_config.attn_impl, config.head_dim)
+        widest = max(config.head_dim, config.value_dim)
+        self.kernels = AttentionKernels(config.attn_config.attn_impl, widest)
+        self.cached_kernels = _cached_kernels(config) or self.kernels
         self.wte = Embedding(config.vocab_size, config.d_model)
         if config.learned_pos_emb:
             self.wpe = nn.Embedding(config.max_seq_len, config.d_model)
@@ -402,12 +421,13 @@ class Decoder(nn.Module):
             }
             ranges = layout.ranges if layout is not None and exchange.splits_queries else None
         slots = cache if isinstance(cache, SlottedCache) else None
+        kernels = self.kernels if cache is None else self.cached_kernels
         plans: dict[int, AttentionPlan | SlotAttention] = {}
         for window, spec in specs.items():
             if slots is not None:
-                plans[window] = slots.plan(self.kernels, spec, dtype)
+                plans[window] = slots.plan(kernels, spec, dtype)
                 continue
-            plans[window] = self.kernels.plan(
+            plans[window] = kernels.plan(
                 layout,
                 spec,
                 queries=width if layout is None else layout.width,

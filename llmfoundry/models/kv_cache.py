@@ -161,24 +161,27 @@ class SlotCache(SlottedCache):
             length: maximal tokens of a sequence.
             device: of keys and values.
             dtype: of keys and values.
-            ranks: number of tensor-parallel ranks that share the key-value heads.
+            ranks: number of tensor-parallel ranks that share the key-value heads. Of latent
+                attention, which caches one row for all heads, each rank holds all.
 
         Raises:
             MemoryError: the host does not have enough memory.
         """
-        kv_heads, head_dim = config.attn_config.kv_n_heads, config.head_dim
+        heads, key_width, value_width = config.cache_row
+        if not config.attn_config.is_latent:
+            heads //= ranks
         owners = [i for i, layer in enumerate(config.layers()) if layer.kv_from == i]
         self._cache_index = {layer: index for index, layer in enumerate(owners)}
         self.config, self.slots, self.length = config, slots, length
         self.rotates_late = config.attn_config.rope_hf_config.type == "dynamic"
-        shape = (len(owners), slots, length, kv_heads // ranks, head_dim)
-        nbytes = 2 * math.prod(shape) * dtype.itemsize
+        shape = (len(owners), slots, length, heads)
+        nbytes = math.prod(shape) * (key_width + value_width) * dtype.itemsize
         # on a CPU an allocation that is too large would get this process killed later
         if device.type == "cpu" and nbytes > available_host_memory():
             raise MemoryError(f"tried to allocate {nbytes / 2**30:.1f} GiB")
         # zeros, because masked values are multiplied by 0, and 0 * NaN is NaN
-        self._keys = torch.zeros(shape, device=device, dtype=dtype)
-        self._values = torch.zeros(shape, device=device, dtype=dtype)
+        self._keys = torch.zeros(*shape, key_width, device=device, dtype=dtype)
+        self._values = torch.zeros(*shape, value_width, device=device, dtype=dtype)
 
     def begin(self, chunks: Sequence[TokenChunk]) -> Tensor:
         """Start a forward pass over new tokens; return them concatenated, (1, N)."""

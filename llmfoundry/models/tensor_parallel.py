@@ -22,7 +22,8 @@ from llmfoundry.ops.shard_layout import local_ranges
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 
 _ROWS = re.compile(
-    r"(^|\.)(wte|lm_head)\.weight$|attn\.W\w+\.(weight|bias)$|attn\.sinks\.weight$"
+    r"(^|\.)(wte|lm_head)\.weight$|attn\.W(?!\w+_a\.)\w+\.(weight|bias)$"
+    r"|attn\.sinks\.weight$"
     r"|(up|gate)_proj\.(weight|bias)$"
 )
 _COLUMNS = re.compile(r"(attn\.out_proj|ffn\.down_proj)\.weight$")

@@ -18,6 +18,7 @@ from llmfoundry.recipe.schema import (
     FRACTION,
     POSITIVE,
     TOKENS,
+    WIDTH,
     Only,
     Range,
     Unless,
@@ -25,7 +26,13 @@ from llmfoundry.recipe.schema import (
     choice,
 )
 
-ATTN_TYPES = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+LATENT = "multihead_latent_attention"
+ATTN_TYPES = (
+    "multihead_attention",
+    "multiquery_attention",
+    "grouped_query_attention",
+    LATENT,
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 WINDOW = Range(-1, 2**31 - 1)
+_LATENT = Only("attn_type", LATENT)
+_HEAD = Range(1, 2**16)
+_NORMED = Only(("qk_ln", "qk_gn", "kv_lora_rank"))
 
 
 @dataclass
@@ -123,8 +133,9 @@ class AttentionConfig:
     """Attention: heads, positions, numerical guards."""
 
     attn_type: Annotated[str, choice(ATTN_TYPES)] = "multihead_attention"
-    """multihead_attention, multiquery_attention (one key-value head), or grouped_query_attention
-    (kv_n_heads of them)."""
+    """multihead_attention, multiquery_attention (one key-value head), grouped_query_attention
+    (kv_n_heads of them), or multihead_latent_attention (DeepSeek-AI, 2024): keys and values are
+    computed from a latent vector per token, which is all that generation caches."""
     attn_impl: Annotated[str, choice(ATTN_IMPLS)] = "auto"
     """auto: the fastest that the device and the other settings allow. sdpa: PyTorch's fused
     attention. For CUDA: flex (FlexAttention), varlen (PyTorch's variable-length kernel), flash (the
@@ -133,6 +144,17 @@ class AttentionConfig:
     kv_n_heads: Annotated[int | None, Range(1)] = None
     """Key-value heads, a divisor of n_heads. Only with grouped_query_attention, which requires
     it."""
+    kv_lora_rank: Annotated[int | None, WIDTH, _LATENT] = None
+    """Width of the latent vector that keys and values are computed from; required."""
+    q_lora_rank: Annotated[int | None, WIDTH, _LATENT] = None
+    """Width of the latent vector that queries are computed from; unset: queries are projected from
+    the residual stream."""
+    qk_nope_head_dim: Annotated[int | None, _HEAD, _LATENT] = None
+    """Width of the part of a query and key head that is not rotated; required."""
+    qk_rope_head_dim: Annotated[int | None, _HEAD, _LATENT] = None
+    """Width of the rotated part, whose key all heads share; required, an even number."""
+    v_head_dim: Annotated[int | None, _HEAD, _LATENT] = None
+    """Width of a value head; default qk_nope_head_dim."""
     softmax_scale: Annotated[float | None, POSITIVE] = None
     """Factor on the attention logits; unset: 1 / sqrt(head_dim)."""
     attn_logit_softcapping: Annotated[float | None, POSITIVE] = None
@@ -148,10 +170,10 @@ class AttentionConfig:
     """Normalize queries and keys over all heads together, before positions are applied."""
     qk_gn: bool = False
     """Normalize the queries and keys of each head separately, before positions are applied."""
-    norm_type: Annotated[str | None, choice(NORMS), Only(("qk_ln", "qk_gn"))] = None
-    """The norm of queries and keys; unset: model.norm_type."""
-    norm_eps: Annotated[float | None, POSITIVE, Only(("qk_ln", "qk_gn"))] = None
-    """Added to the variance in the norm of queries and keys; unset: model.norm_eps."""
+    norm_type: Annotated[str | None, choice(NORMS), _NORMED] = None
+    """The norm of queries and keys, or of latent vectors; unset: model.norm_type."""
+    norm_eps: Annotated[float | None, POSITIVE, _NORMED] = None
+    """Added to the variance in this norm; unset: model.norm_eps."""
     sliding_window_size: Annotated[int, WINDOW] = -1
     """A token attends to itself and this many tokens before it; -1: to all."""
     alibi: bool = False
@@ -160,7 +182,8 @@ class AttentionConfig:
     """Exponent of the steepest ALiBi slope: head i of n has slope 2^(-alibi_bias_max * i / n);
     default 8."""
     rope: bool = False
-    """Rotary position embeddings (Su et al., 2021) over the whole head, half-split form."""
+    """Rotary position embeddings (Su et al., 2021) over the whole head (with
+    multihead_latent_attention over qk_rope_head_dim of it), half-split form."""
     rope_theta: Annotated[float | None, POSITIVE, Only("rope")] = None
     """Base of the rotary frequencies; default 10000."""
     rope_hf_config: Annotated[RopeConfig, Only("rope")] = field(default_factory=RopeConfig)
@@ -184,9 +207,45 @@ class AttentionConfig:
             yield from inert(key, self, ["kv_n_heads"], "without grouped_query_attention")
         if self.qk_ln and self.qk_gn:
             yield f"{key}qk_gn: and qk_ln exclude each other; set one of them to false"
+        if self.is_latent:
+            yield from self._check_latent(key)
         yield from check_window(f"{key}sliding_window_size", self.sliding_window_size)
         yield from self.attn_temperature_tuning.check(f"{key}attn_temperature_tuning.")
         yield from self._check_positions(key)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether this is multi-head latent attention."""
+        return self.attn_type == LATENT
+
+    @property
+    def latent_head_dim(self) -> int:
+        """Width of a query and key head of multi-head latent attention."""
+        return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
+
+    def _check_latent(self, key: str) -> Iterator[str]:
+        """Check the keys of multi-head latent attention."""
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+            if getattr(self, name) is None:
+                yield f"{key}{name}: attn_type: {LATENT} needs it; write a width"
+        if not self.rope:
+            yield f"{key}rope: false, but {LATENT} rotates a part of each head; write true"
+        if (self.qk_rope_head_dim or 0) % 2:
+            yield f"{key}qk_rope_head_dim: {self.qk_rope_head_dim}; write an even number"
+        if self.sinks:
+            yield f"{key}sinks: attn_type: {LATENT} has none; remove it"
+        for name in ("clip_qkv", "qk_ln", "qk_gn"):
+            if getattr(self, name):
+                why = "clamps" if name == "clip_qkv" else "normalizes"
+                yield (
+                    f"{key}{name}: {why} queries and keys, which attn_type: {LATENT} computes from"
+                    " normalized latent vectors; remove it"
+                )
+        if self.rope_hf_config.type == "dynamic":
+            yield (
+                f"{key}rope_hf_config.type: dynamic rotates cached keys again, and attn_type:"
+                f" {LATENT} caches them rotated; write linear or llama3"
+            )
 
     def check_impl(self, key: str, head_dim: int) -> Iterator[str]:
         """Yield an error line if the attention backend does not support these options."""
@@ -205,12 +264,15 @@ class AttentionConfig:
 
     def derived_kv_heads(self, n_heads: int) -> int | None:
         """Return the number of key-value heads that follows from the attention type; else None."""
-        return {"multihead_attention": n_heads, "multiquery_attention": 1}.get(self.attn_type)
+        kv_n_heads = {"multihead_attention": n_heads, "multiquery_attention": 1, LATENT: n_heads}
+        return kv_n_heads.get(self.attn_type)
 
     def fill(self, n_heads: int, norm_type: str, norm_eps: float) -> None:
         """Resolve defaults in place; the norm is the model's."""
         set_defaults(self, kv_n_heads=self.derived_kv_heads(n_heads))
-        if self.qk_ln or self.qk_gn:
+        if self.is_latent:
+            set_defaults(self, v_head_dim=self.qk_nope_head_dim)
+        if self.qk_ln or self.qk_gn or self.is_latent:
             set_defaults(self, norm_type=norm_type, norm_eps=norm_eps)
         if self.alibi:
             set_defaults(self, alibi_bias_max=8)
@@ -223,6 +285,10 @@ class ResolvedAttentionConfig(AttentionConfig):
     """`AttentionConfig` with defaults resolved."""
 
     kv_n_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     norm_type: str
     norm_eps: float
     alibi_bias_max: int
@@ -261,6 +327,11 @@ class AttentionOverride:
         if self.attn_temperature_tuning is not None:
             where = f"{key}attn_temperature_tuning."
             yield from self.attn_temperature_tuning.check(where)
+        if attn.is_latent and self.reuse_kv_layer_idx is not None:
+            yield (
+                f"{key}reuse_kv_layer_idx: layers of attn_config.attn_type: {LATENT} do not share"
+                " keys and values; remove it"
+            )
         if self.nope and not attn.rope:
             yield f"{key}nope: has no effect without attn_config.rope: true; remove it"
         if self.reuse_kv_layer_idx is not None and self.reuse_kv_layer_idx >= 0:

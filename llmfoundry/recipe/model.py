@@ -329,7 +329,8 @@ class ModelConfig:
     n_layers: Annotated[int, Range(1, MOST_LAYERS)] = 24
     """Blocks."""
     head_dim: Annotated[int | None, Range(1, 2**16)] = None
-    """Width of one head; unset: d_model / n_heads."""
+    """Width of one head; unset: d_model / n_heads, or qk_nope_head_dim + qk_rope_head_dim of
+    attn_config."""
     expansion_ratio: Annotated[float | None, Range(above=0, most=2**16)] = None
     """Inner width of the feed-forward layer divided by d_model; default 4, unless ffn_hidden_size
     is set."""
@@ -343,7 +344,8 @@ class ModelConfig:
     no_bias: bool = False
     """Drop the biases of linear layers and norms."""
     attention_bias: bool | None = None
-    """Biases of the query, key and value projections; unset: the opposite of no_bias."""
+    """Biases of the query, key and value projections; unset: the opposite of no_bias, false with
+    multihead_latent_attention."""
     norm_type: Annotated[str, choice(NORMS)] = "layernorm"
     """layernorm or rmsnorm, computed in fp32 (FSDP gathers their weights in bfloat16 under
     amp_bf16); low_precision_layernorm, low_precision_rmsnorm: in the precision of the matrix
@@ -379,12 +381,13 @@ class ModelConfig:
             return
         if not 0 < self.embedding_fraction <= 1:
             yield f"{key}embedding_fraction: {self.embedding_fraction}; write a number in (0, 1]"
-        if self.head_dim is None:
+        if self.head_dim is None and not self.attn_config.is_latent:
             yield from divides(f"{key}n_heads", self.n_heads, f"{key}d_model", self.d_model)
+        yield from self._check_latent(key)
         yield from self._check_positions(key)
         yield from self.attn_config.check(f"{key}attn_config.", self.n_heads)
-        head_dim = self.head_dim or self.d_model // self.n_heads
-        yield from self.attn_config.check_impl(f"{key}attn_config.", head_dim)
+        widest = max(self._head_dim, self.attn_config.v_head_dim or 0)
+        yield from self.attn_config.check_impl(f"{key}attn_config.", widest)
         yield from self.ffn_config.check(f"{key}ffn_config.")
         yield from self.init_config.check(f"{key}init_config.")
         if self.ffn_config.ffn_type != "dmoe":
@@ -400,10 +403,32 @@ class ModelConfig:
             )
         yield from self._check_hidden_size(key)
 
+    @property
+    def _head_dim(self) -> int:
+        """Width of a query and key head, also before defaults are resolved."""
+        if self.attn_config.is_latent:
+            return self.attn_config.latent_head_dim
+        return self.head_dim or self.d_model // self.n_heads
+
+    def _check_latent(self, key: str) -> Iterator[str]:
+        """Check keys whose meaning multi-head latent attention takes away."""
+        if not self.attn_config.is_latent:
+            return
+        width = self.attn_config.latent_head_dim
+        if self.head_dim not in (None, width):
+            yield (
+                f"{key}head_dim: {self.head_dim}, but qk_nope_head_dim + qk_rope_head_dim is"
+                f" {width}; remove it"
+            )
+        if self.attention_bias:
+            yield (
+                f"{key}attention_bias: true, but the projections of attn_type:"
+                f" {self.attn_config.attn_type} have no biases; write false"
+            )
+
     def _check_positions(self, key: str) -> Iterator[str]:
-        attn = self.attn_config
-        head_dim = self.head_dim or self.d_model // self.n_heads
-        if attn.rope and head_dim % 2:
+        attn, head_dim = self.attn_config, self._head_dim
+        if attn.rope and head_dim % 2 and not attn.is_latent:
             yield f"{key}attn_config.rope: needs an even head_dim, which is {head_dim}"
         if attn.rope_hf_config.type == "dynamic" and head_dim == 2:
             yield f"{key}attn_config.rope_hf_config.type: dynamic needs a head_dim above 2"
@@ -438,9 +463,9 @@ class ModelConfig:
             set_defaults(self, expansion_ratio=4.0)
             self.ffn_config.ffn_hidden_size = int(self.d_model * (self.expansion_ratio or 4))
         self.ffn_config.fill()
-        set_defaults(self, head_dim=self.d_model // self.n_heads, max_seq_len=max_seq_len)
+        set_defaults(self, head_dim=self._head_dim, max_seq_len=max_seq_len)
         set_defaults(self, learned_pos_emb=not (attn.alibi or attn.rope or attn.nope))
-        set_defaults(self, attention_bias=not self.no_bias)
+        set_defaults(self, attention_bias=not (self.no_bias or attn.is_latent))
         attn.fill(self.n_heads, self.norm_type, self.norm_eps)
         self.init_config.fill()
         if vocab_size is not None:
@@ -470,6 +495,28 @@ class ResolvedModelConfig(ModelConfig):
     attn_config: ResolvedAttentionConfig
     ffn_config: ResolvedFFNConfig
     init_config: ResolvedInitConfig
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotated part of a query and key head."""
+        attn = self.attn_config
+        return attn.qk_rope_head_dim if attn.is_latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.attn_config.v_head_dim if self.attn_config.is_latent else self.head_dim
+
+    @property
+    def cache_row(self) -> tuple[int, int, int]:
+        """Shape of what generation caches of a token in a layer: heads, width of keys, of values.
+
+        Multi-head latent attention caches the latent vector and the rotated key, in place of a key.
+        """
+        attn = self.attn_config
+        if attn.is_latent:
+            return 1, attn.kv_lora_rank + attn.qk_rope_head_dim, 0
+        return attn.kv_n_heads, self.head_dim, self.head_dim
 
 
 HF_CAUSAL_LM = "hf_causal_lm"

@@ -55,6 +55,7 @@ ROUTINE = (  # between them every way that rows are looked at; the others are sl
     "learned",
     "alibi-6-heads",
     "alibi-gqa-window",
+    "latent-q",
     "rope-dynamic",
     "softcap",
     "sinks-window",

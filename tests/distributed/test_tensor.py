@@ -49,6 +49,7 @@ OPTIONS = SETTINGS | {"uneven": UNEVEN, "uneven-tied": {"vocab_size": 67}}
 ROUTINE = (
     "learned",
     "alibi-gqa-window",
+    "latent-q",
     "qk-gn",
     "sinks",
     "glu-silu",

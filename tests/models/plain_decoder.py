@@ -111,7 +111,7 @@ def frequency(pair: int, length: int, config: ModelConfig) -> float:
     rope, theta, hd = (
         config.attn_config.rope_hf_config,
         config.attn_config.rope_theta,
-        config.head_dim,
+        config.attn_config.qk_rope_head_dim or config.head_dim,
     )
     if rope.type == "dynamic" and length > config.max_seq_len:
         stretch = rope.factor * length / config.max_seq_len - (rope.factor - 1)
@@ -177,6 +177,8 @@ def attention(
             parts = [norm(p, w, f"{name}.{ln}", attn) for p in parts]
         return [turn(p, config) for p in parts] if turns else list(parts)
 
+    if attn.attn_type == "multihead_latent_attention":
+        return latent_attention(x, w, name, config, layer, kept)
     q_width, kv_width = config.n_heads * hd, attn.kv_n_heads * hd
     if back is None:
         qkv = linear(x, w, f"{name}.Wqkv")
@@ -206,6 +208,45 @@ def attention(
         if attn.sinks:
             total = total + torch.exp(w[f"{name}.sinks.weight"][head] - most)
         mixed.append((weights / total) @ values[shared])
+    return linear(torch.cat(mixed, dim=1), w, f"{name}.out_proj")
+
+
+def latent_attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, layer: AttentionOverride, kept: Kept
+) -> Tensor:
+    """Multi-head latent attention, by equations 37 to 47 of the DeepSeek-V2 report."""
+    attn = config.attn_config
+    kept[len(kept)] = [], []
+    window = attn.sliding_window_size
+    window = layer.sliding_window_size if layer.sliding_window_size is not None else window
+    position = torch.arange(len(x), dtype=torch.float64)
+    distance = position[:, None] - position[None, :]
+    hidden = (distance < 0) | ((distance > window) if window >= 0 else False)
+    tuning = layer.attn_temperature_tuning or attn.attn_temperature_tuning
+    steps = torch.log(1 + torch.floor((position + 1) / (tuning.floor_scale or 8192)))
+
+    def turned(part: Tensor) -> Tensor:
+        return part if layer.nope else turn(part, config)
+
+    down = linear(x, w, f"{name}.Wkv_a")
+    latent = norm(down[:, : attn.kv_lora_rank], w, f"{name}.kv_a_ln", attn)
+    shared_key = turned(down[:, attn.kv_lora_rank :])
+    if attn.q_lora_rank is None:
+        queries = linear(x, w, f"{name}.Wq")
+    else:
+        queries = norm(linear(x, w, f"{name}.Wq_a"), w, f"{name}.q_a_ln", attn)
+        queries = linear(queries, w, f"{name}.Wq_b")
+    plain, rotated = attn.qk_nope_head_dim, attn.qk_rope_head_dim
+    of_heads = linear(latent, w, f"{name}.Wkv_b").split(plain + attn.v_head_dim, dim=1)
+    scale = attn.softmax_scale or 1 / math.sqrt(plain + rotated)
+    mixed = []
+    for q, key_value in zip(queries.split(plain + rotated, dim=1), of_heads, strict=True):
+        key, value = key_value[:, :plain], key_value[:, plain:]
+        logits = q[:, :plain] @ key.T + turned(q[:, plain:]) @ shared_key.T
+        logits = logits * (1 + tuning.attn_scale * steps)[:, None] * scale
+        if attn.attn_logit_softcapping:
+            logits = capped(logits, attn.attn_logit_softcapping)
+        mixed.append(torch.where(hidden, -torch.inf, logits).softmax(1) @ value)
     return linear(torch.cat(mixed, dim=1), w, f"{name}.out_proj")
 
 

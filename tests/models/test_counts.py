@@ -67,6 +67,17 @@ def expected_parameters(config: ModelConfig) -> int:
     total = (1 if config.tie_word_embeddings else 2) * config.vocab_size * d + vectors * d
     total += config.max_seq_len * d if config.learned_pos_emb else 0
     for index, layer in enumerate(config.layers()):
+        if attn.attn_type == "multihead_latent_attention":
+            heads, rank = config.n_heads, attn.kv_lora_rank
+            total += expected_ffn(config.ffn_config, d, bias=bias) + 2 * vectors * d
+            total += d * (rank + attn.qk_rope_head_dim) + qk_vectors * rank
+            total += rank * heads * (attn.qk_nope_head_dim + attn.v_head_dim)
+            total += heads * attn.v_head_dim * d + (d if bias else 0)
+            if attn.q_lora_rank is None:
+                total += d * heads * hd
+            else:
+                total += attn.q_lora_rank * (d + heads * hd + qk_vectors)
+            continue
         kv_heads = attn.kv_n_heads if layer.kv_from == index else 0
         projected = (config.n_heads + 2 * kv_heads) * hd
         total += d * projected + (projected if config.attention_bias else 0)

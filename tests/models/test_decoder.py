@@ -23,6 +23,13 @@ from llmfoundry.recipe.typed import Problem, build
 from tests.models.plain_decoder import activation, document_logits, slope
 
 GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+LATENT = {
+    "attn_type": "multihead_latent_attention",
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "rope": True,
+}
 LLAMA3 = {
     "type": "llama3",
     "factor": 4.0,
@@ -84,6 +91,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
         }
     },
     "mqa": {"attn_config": {"attn_type": "multiquery_attention"}},
+    "latent": {"attn_config": LATENT, "norm_type": "rmsnorm", "no_bias": True},
+    "latent-q": {  # values wider than keys, biases of norms
+        "attn_config": LATENT | {"q_lora_rank": 9, "v_head_dim": 11, "norm_eps": 1e-2}
+    },
+    "latent-window": {
+        "attn_config": LATENT | {"sliding_window_size": 3, "softmax_scale": 0.2},
+        "n_heads": 3,
+    },
+    "latent-softcap": {
+        "attn_config": LATENT | {"attn_logit_softcapping": 0.4, "attn_impl": "torch"}
+    },
+    "latent-overrides": {
+        "n_layers": 3,
+        "attn_config": LATENT | {"rope_hf_config": {"type": "linear", "factor": 2.0}},
+        "block_overrides": {
+            "order": [{"name": "default"}, {"name": "local"}, {"name": "far"}],
+            "overrides": {name: MIXED["overrides"][name] for name in ("local", "far")},
+        },
+    },
     "clip": {"attn_config": {"clip_qkv": 0.3}},
     "qk-ln": {"attn_config": {"qk_ln": True, "rope": True, **GQA}},
     "qk-gn": {"attn_config": {"qk_gn": True, "rope": True, **GQA}},

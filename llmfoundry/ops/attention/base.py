@@ -224,6 +224,12 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
 
+def padded_heads(x: Tensor, width: int) -> Tensor:
+    """Return heads (B, T, heads, hd) padded with zeros to `width`; unchanged if they are wider."""
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x
+
+
 def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Return autocast's dtype if it is enabled for the device type, else `dtype`; fp64 stays."""
     if dtype == torch.float64 or not has_autocast(kind):

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.attention.base import (
     AttentionPlan,
     AttentionSpec,
+    padded_heads,
     repeat_heads,
     working_dtype,
 )
@@ -78,11 +78,11 @@ def attend(
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     assert not dropout, "plan refuses it"
-    groups, width = q.shape[2] // k.shape[2], q.shape[3]
+    groups, width = q.shape[2] // k.shape[2], v.shape[3]
     if groups & (groups - 1):  # its backward pass supports only powers of two query heads per head
         k, v = repeat_heads(q, k, v)
-    dtype, missing = working_dtype(v), max(0, MIN_HEAD_DIM - width)
-    q, k, v = (F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype) for x in (q, k, v))
+    dtype = working_dtype(v)
+    q, k, v = (padded_heads(x.to(dtype), MIN_HEAD_DIM) for x in (q, k, v))
     # inside a compiled block, the kernel becomes part of the block's graph
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     wanted = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}

@@ -28,6 +28,7 @@ from llmfoundry.ops.attention.base import (
     RangePlan,
     Serve,
     autocast_dtype,
+    padded_heads,
     repeat_heads,
 )
 from llmfoundry.ops.attention.sinks import scaled_by_sinks
@@ -159,26 +160,35 @@ def attend(
 ) -> Tensor:
     """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd); KV divides H.
 
+    Values may have another width than queries and keys. Backends other than NARROW get both padded
+    with zeros to one width.
     Inputs and output have autocast's dtype if it is enabled, else that of the values. Dropout is
     applied only if `training`. Sinks (H,) are required if the plan's spec says that there are some.
     """
     assert plan.parts or plan.spec.sinks == (sinks is not None)
     if plan.parts:
         queries = q.split([part.queries for part in plan.parts], dim=1)
-        mixed = []
+        outputs = []
         for part_queries, part in zip(queries, plan.parts, strict=True):
             keys, values = k[:, part.start : part.stop], v[:, part.start : part.stop]
-            mixed.append(
+            outputs.append(
                 attend(part_queries, keys, values, part.plan, sinks=sinks, training=training)
             )
-        return torch.cat(mixed, dim=1)
+        return torch.cat(outputs, dim=1)
     if not plan.shared_heads:
         k, v = repeat_heads(q, k, v)
+    width = v.shape[-1]
+    is_padded = q.shape[-1] != width and plan.impl not in NARROW
+    if is_padded:
+        widest = max(q.shape[-1], width)
+        q, k, v = (padded_heads(x, widest) for x in (q, k, v))
     if sinks is not None and kind_of(q.device) != q.device.type and plan.impl == "sdpa":
         # planning for a GPU, whose kernel returns the log-sum-exp: only shapes count
         out = IMPLS[plan.impl](q, k, v, plan, 0.0, None)
-        return scaled_by_sinks(out.transpose(1, 2), out[..., 0].mT, sinks).transpose(1, 2)
-    return IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0, sinks)
+        out = scaled_by_sinks(out.transpose(1, 2), out[..., 0].mT, sinks).transpose(1, 2)
+    else:
+        out = IMPLS[plan.impl](q, k, v, plan, plan.spec.dropout if training else 0.0, sinks)
+    return out[..., :width] if is_padded else out
 
 
 def choose(
@@ -235,6 +245,7 @@ def refusal(
     return None if reason is None else f"{impl}: {reason}"
 
 
+NARROW = ("torch", "flex")  # serve values of another width than keys
 SERVE_TREES = ("torch", "sdpa", "flex")  # FlashAttention's borders describe only documents
 REFUSALS: dict[
     str, Callable[[AttentionSpec, torch.device, torch.dtype, int | None], str | None]
