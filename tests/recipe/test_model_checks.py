@@ -10,32 +10,32 @@ from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 
 ROPE = "model.attn_config.rope=true"
-DEEPSEEK = (
-    f"model.attn_config={{attn_type: {LATENT}, rope: true, kv_lora_rank: 32, qk_nope_head_dim: 16,"
-    " qk_rope_head_dim: 8}"
+DEEPSEEK = " ".join(
+    f"model.attn_config.{key}"
+    for key in (
+        f"attn_type={LATENT}",
+        "rope=true",
+        "kv_lora_rank=32",
+        "qk_nope_head_dim=16",
+        "qk_rope_head_dim=8",
+    )
 )
 LLAMA3 = "type: llama3, factor: 8, low_freq_factor: 4, high_freq_factor: 1"
 KINDS = "overrides: {near: {attn_config: {sliding_window_size: 8}}}"
 LINES = {
     "model.attn_config={nope: true, alibi: true}": "model.attn_config.alibi: and nope exclude",
     "model.attn_config={qk_ln: true, qk_gn: true}": "model.attn_config.qk_gn: and qk_ln exclude",
-    f"model.attn_config={{attn_type: {LATENT}, rope: true}}": "model.attn_config.kv_lora_rank: attn_"
-    f"type: {LATENT} needs it; write a width",
+    f"{DEEPSEEK} model.attn_config.kv_lora_rank=null": "model.attn_config.kv_lora_rank: attn_type:",
     f"{DEEPSEEK} model.attn_config.rope=false": "model.attn_config.rope: false, but",
     f"{DEEPSEEK} model.attn_config.qk_rope_head_dim=7": "model.attn_config.qk_rope_head_dim: 7; wr",
     f"{DEEPSEEK} model.attn_config.clip_qkv=8": "model.attn_config.clip_qkv: clamps queries",
     f"{DEEPSEEK} model.attn_config.qk_ln=true": "model.attn_config.qk_ln: normalizes queries",
-    f"{DEEPSEEK} model.attn_config.rope_hf_config={{type: dynamic, factor: 2}}": "model.attn_config."
-    "rope_hf_config.type: dynamic rotates cached keys again",
-    f"{DEEPSEEK} model.head_dim=64": "model.head_dim: 64, but qk_nope_head_dim + qk_rope_head_dim is"
-    " 24; remove it",
+    f"{DEEPSEEK} model.attn_config.sinks=true": "model.attn_config.sinks: attn_type",
+    f"{DEEPSEEK} model.head_dim=64": "model.head_dim: 64, but qk_nope_head_dim + qk_rope_head_dim",
     f"{DEEPSEEK} model.attention_bias=true": "model.attention_bias: true, but the projections",
-    f"{DEEPSEEK} model.attn_config.sinks=true": "model.attn_config.sinks:",
-    f"{DEEPSEEK} model.block_overrides={{order: [{{name: default, repeat: 23}}, {{name: near}}], overri"
-    "des: {near: {attn_config: {reuse_kv_layer_idx: -1}}}}": "model.block_overrides.overrides.near.a"
-    "ttn_config.reuse_kv_layer_idx: layers of attn_config.attn_type",
-    "model.attn_config.kv_lora_rank=64": "model.attn_config.kv_lora_rank: has no effect with model.a"
-    "ttn_config.attn_type: multihead_attention, only with multihead_latent_attention; remove it",
+    f"{DEEPSEEK} model.attn_config.rope_hf_config.type=dynamic"
+    " model.attn_config.rope_hf_config.factor=2": "model.attn_config.rope_hf_config.type: dynamic",
+    "model.attn_config.kv_lora_rank=64": "model.attn_config.kv_lora_rank: has no effect with",
     "model.attn_config.sliding_window_size=0": "model.attn_config.sliding_window_size: 0; write -1",
     "model.attn_config.attn_pdrop=1": "model.attn_config.attn_pdrop: 1.0 is not a fraction",
     "model.attn_config.attn_logit_softcapping=0": "model.attn_config.attn_logit_softcapping: 0.0 m",
