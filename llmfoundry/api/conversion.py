@@ -116,7 +116,7 @@ def _register(recipe: ConvertRecipe, loaded: LoadedCheckpoint | None) -> None:
 
 def _export(recipe: ConvertRecipe) -> LoadedCheckpoint:
     assert recipe.checkpoint and recipe.output
-    loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
+    loaded, fill = _open(recipe)
     output = Path(recipe.output).expanduser()
     if isinstance(loaded.recipe.model, HFModelConfig):
         fill()
@@ -136,6 +136,12 @@ def _export(recipe: ConvertRecipe) -> LoadedCheckpoint:
     return loaded
 
 
+def _open(recipe: ConvertRecipe) -> tuple[LoadedCheckpoint, Callable[[], None]]:
+    """Open the checkpoint of a recipe, without its weights."""
+    assert recipe.checkpoint is not None
+    return open_checkpoint(recipe.checkpoint, ALONE, note=print, weights=recipe.weights)
+
+
 def _export_gguf(recipe: ConvertRecipe) -> LoadedCheckpoint | None:
     """A checkpoint, or with from=hf a folder of Hugging Face's, as a file of llama.cpp's."""
     assert recipe.checkpoint and recipe.output
@@ -143,7 +149,7 @@ def _export_gguf(recipe: ConvertRecipe) -> LoadedCheckpoint | None:
     if recipe.from_ is not None:
         _gguf_of_folder(recipe, output)
         return None
-    loaded, _ = open_checkpoint(recipe.checkpoint, ALONE, note=print)
+    loaded, _ = _open(recipe)
     if isinstance(loaded.recipe.model, HFModelConfig):
         raise UserError(
             "to: gguf takes the decoder's own models, and this is a class of transformers; write"
@@ -187,14 +193,14 @@ def _gguf_of_folder(recipe: ConvertRecipe, output: Path) -> None:
 
 def _source(loaded: LoadedCheckpoint) -> str:
     """What an export's weights are, by checksums; of an adapter's base by its files' times."""
-    own = (loaded.folder / COMMIT).read_text()
+    own = f"{loaded.weights}\n{(loaded.folder / COMMIT).read_text()}"
     return "\n".join([own, *_stamps(Path(_base(loaded) or "/nowhere"))])
 
 
 def _export_adapter(recipe: ConvertRecipe) -> LoadedCheckpoint:
     """An adapter alone; its base is neither read nor needed."""
     assert recipe.checkpoint and recipe.output and recipe.adapter_experts
-    loaded, fill = open_checkpoint(recipe.checkpoint, ALONE, note=print)
+    loaded, fill = _open(recipe)
     if isinstance(loaded.recipe.model, HFModelConfig):
         fill()
     elif has_adapter(loaded.recipe):
@@ -275,7 +281,7 @@ def _card(loaded: LoadedCheckpoint) -> CardInfo:
         active=active_parameter_count(recipe.model),
         settings={key: str(settings[key]) for key in _REPORTED if settings.get(key) is not None},
         trained=f"{batch:,} batches, {tokens:,} tokens",
-        scores=card_scores(loaded.folder, batch),
+        scores=card_scores(loaded.folder, batch, name=loaded.score_name),
         base=_published(_base(loaded) or ""),
         is_chat=is_chat,
         prompt="What can you do?" if is_chat else "Once upon a time",
@@ -386,6 +392,11 @@ def export_adapter(
     own = loaded.folder / FOLDER
     is_class = isinstance(loaded.recipe.model, HFModelConfig)
     if own.is_dir() and is_class:
+        if loaded.checkpoint.averaged:
+            raise UserError(
+                "weights: ema of an adapter on a model of transformers' class is not written in"
+                " peft's format; write to=hf, which merges it, or weights=trained"
+            )
         if architecture is not None or experts != "stacked":
             raise UserError(
                 "architecture, adapter_experts: have no effect on a model of transformers' class;"
@@ -539,19 +550,22 @@ def _held(model: Decoder, name: str, tensor: Tensor) -> Tensor:
         values[last] = like
 
 
-def card_scores(checkpoint: Path, batch: int) -> list[CardScore]:
+def card_scores(checkpoint: Path, batch: int, *, name: str | None = None) -> list[CardScore]:
     """Losses of held-out text, averages, categories and tasks of a checkpoint's weights.
 
     Args:
         checkpoint: its folder.
         batch: of the checkpoint; measurements of others are not its.
+        name: `LoadedCheckpoint.score_name`; the run has not measured other weights than its
+            default; None: the checkpoint's name.
     """
-    run_folder = checkpoint.parents[1]
-    asked = read_object_if_there(run_folder / "eval" / checkpoint.name / "results.json")
-    result = asked.get("gauntlet") or read_object_if_there(
-        run_folder / "eval" / f"{checkpoint.name}.json"
-    )
-    metrics = asked.get("metrics") or _logged(run_folder / "metrics.jsonl", batch)
+    run_folder, name = checkpoint.parents[1], name or checkpoint.name
+    asked = read_object_if_there(run_folder / "eval" / name / "results.json")
+    result = asked.get("gauntlet") or read_object_if_there(run_folder / "eval" / f"{name}.json")
+    metrics = asked.get("metrics")
+    if not metrics and name == checkpoint.name:
+        metrics = _logged(run_folder / "metrics.jsonl", batch)
+    metrics = metrics or {}
     return [*_losses(metrics), *_categories(result), *_tasks(result)]
 
 

@@ -53,7 +53,7 @@ from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.pages.eval_page import write_eval_page
 from llmfoundry.recipe.after_training import EvalRecipe
 from llmfoundry.recipe.data import DataConfig
-from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.eval import EMA, EvalConfig
 from llmfoundry.recipe.logger import LOGGERS, LoggerConfig
 from llmfoundry.recipe.schema import Schema
 from llmfoundry.recipe.train import ResolvedTrainRecipe
@@ -360,13 +360,26 @@ def _open_run(
         checkpoint, fill = live[path].checkpoint, _do_nothing
         assert checkpoint is not None, "else it is of no run"
         loaded = checkpoint
+        if recipe.eval is not None and recipe.eval.weights == EMA != loaded.weights:
+            raise UserError(
+                f"eval.weights: ema, but {path} is loaded with its trained weights; write"
+                ' lf.load(NAME, weights="ema")'
+            )
     else:
         loaded, fill = open_checkpoint(
-            path, world, note=console.note, precision=recipe.precision, layout=layout
+            path,
+            world,
+            note=console.note,
+            precision=recipe.precision,
+            layout=layout,
+            weights=None if recipe.eval is None else recipe.eval.weights,
         )
-    if recipe.eval is None:
+    if recipe.eval is None or recipe.eval.chooses_weights_only:
         require(loaded.recipe, "eval")
-    config = dataclasses.replace(recipe.eval or loaded.recipe.eval, icl_max_fraction=None)
+    config = recipe.eval
+    if config is None or config.chooses_weights_only:
+        config = loaded.recipe.eval
+    config = dataclasses.replace(config, icl_max_fraction=None)
     run = dataclasses.replace(loaded.recipe, device_eval_batch_size=recipe.device_eval_batch_size)
     rows = evaluation_rows(run, loaded.root, world)
     if layout.is_sharded:
@@ -422,7 +435,7 @@ def _own(
     )
     read_record(storage, world, console.note)
     run_folder, batch = loaded.folder.parents[1], int(loaded.state["batch"])
-    folder = _folder(recipe, run.name, run_folder / "eval" / loaded.folder.name)
+    folder = _folder(recipe, run.name, run_folder / "eval" / loaded.score_name)
     logger = _log_to(recipe, _logger(loaded, console), is_named=run.name in named)
     registered = named.get(run.name) or loaded.recipe.registry.name
 
@@ -430,7 +443,7 @@ def _own(
         run.fill()
         metrics = measure(batch)
         results = {"checkpoint": str(loaded.checkpoint), "time/batch": batch, "metrics": metrics}
-        name = f"{Path(storage.shown(run_folder)).name} {loaded.checkpoint.name}"
+        name = f"{Path(storage.shown(run_folder)).name} {loaded.score_name}"
         return Examined(
             name,
             folder,

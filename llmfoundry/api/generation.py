@@ -29,7 +29,9 @@ def open_drawn(
     assert recipe.checkpoint is not None
     uri, note = recipe.registry.uri, _note(world)
     name = find_address(recipe.checkpoint, "checkpoint", world, uri=uri, note=note)
-    return open_model(name, world, note=note, precision=recipe.precision, layout=layout)
+    return open_model(
+        name, world, note=note, precision=recipe.precision, layout=layout, weights=recipe.weights
+    )
 
 
 def chosen_template(recipe: GenerateRecipe | ChatRecipe, tokenizer: Tokenizer) -> ChatTemplate:

@@ -183,6 +183,7 @@ def load(
     name: str | os.PathLike[str],
     *,
     precision: str | None = None,
+    weights: str | None = None,
     device: str | torch.device | None = None,
 ) -> Model:
     """Load a model.
@@ -195,17 +196,19 @@ def load(
             peft's format; a folder that transformers saved, or hf:OWNER/NAME on the hub; or a
             registered version, models:/NAME@best.
         precision: fp32, bf16, fp16 or amp_bf16; None: the default of scripts/generate.py.
+        weights: of a run: trained, or ema for their average; None: those that the run evaluates.
         device: None: this process's GPU, else the CPU.
 
     Raises:
         UserError: there is no such model, or it cannot be used here.
     """
     written = os.fspath(name)
-    # The precision is checked as scripts/generate.py checks it.
-    recipe = checked_texts(GenerateRecipe, {"checkpoint": written}, {"precision": precision})
+    # These values are checked as scripts/generate.py checks them.
+    values = {"precision": precision, "weights": weights}
+    recipe = checked_texts(GenerateRecipe, {"checkpoint": written}, values)
     world = this_process(device)
     address = find_address(written, "checkpoint", world, uri=recipe.registry.uri, note=to_stderr)
-    opened = open_model(address, world, note=to_stderr, precision=precision)
+    opened = open_model(address, world, note=to_stderr, precision=precision, weights=weights)
     loaded = opened.load()
     for line in loaded.notes:
         to_stderr(line)

@@ -19,7 +19,13 @@ from llmfoundry.builders.adapter import FOLDER, adapt, check_base, has_adapter
 from llmfoundry.builders.model import attention_refusal, build_root, loaded_precision
 from llmfoundry.builders.model_layout import ModelLayout, full_model
 from llmfoundry.builders.pretrained import base_of, open_pretrained, read_model
-from llmfoundry.checkpoint.load import check_weights, load_adapter, load_weights, read_state
+from llmfoundry.checkpoint.load import (
+    check_averages,
+    check_weights,
+    load_adapter,
+    load_weights,
+    read_state,
+)
 from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
@@ -28,6 +34,7 @@ from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Root
+from llmfoundry.recipe.eval import EMA, WEIGHTS
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
 from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.schema import check_fields
@@ -60,6 +67,17 @@ class LoadedCheckpoint:
         return self.checkpoint.folder
 
     @property
+    def weights(self) -> str:
+        """Which weights are loaded: trained or ema."""
+        return EMA if self.checkpoint.averaged else WEIGHTS[0]
+
+    @property
+    def score_name(self) -> str:
+        """Name of the folder of these weights' scores below eval/ in the run's folder."""
+        is_default = self.weights == self.recipe.eval.weights
+        return self.checkpoint.name if is_default else f"{self.checkpoint.name}-{self.weights}"
+
+    @property
     def is_trained(self) -> bool:
         """Whether it was trained here, rather than imported as another's."""
         return "order" in self.state or bool(self.state.get("is_trained"))
@@ -72,9 +90,12 @@ def load_checkpoint(
     note: Callable[[str], None],
     precision: str | None = None,
     layout: ModelLayout | None = None,
+    weights: str | None = None,
 ) -> LoadedCheckpoint:
     """What `open_checkpoint` opens, with its weights."""
-    loaded, fill = open_checkpoint(path, world, note=note, precision=precision, layout=layout)
+    loaded, fill = open_checkpoint(
+        path, world, note=note, precision=precision, layout=layout, weights=weights
+    )
     fill()
     return loaded
 
@@ -86,6 +107,7 @@ def open_checkpoint(
     note: Callable[[str], None],
     precision: str | None = None,
     layout: ModelLayout | None = None,
+    weights: str | None = None,
 ) -> tuple[LoadedCheckpoint, Callable[[], None]]:
     """The model, tokenizer and recipe at `path`: a run's folder or one checkpoint's.
 
@@ -100,6 +122,7 @@ def open_checkpoint(
         note: reports checkpoints that are passed over.
         precision: of the loaded weights; None: see `loaded_precision`.
         layout: how the model is distributed over processes; None: this process holds all of it.
+        weights: trained, or ema for their average; None: those that the run evaluates.
 
     Raises:
         UserError: there is no complete checkpoint at `path`, its recipe takes a setting of the
@@ -107,7 +130,8 @@ def open_checkpoint(
     """
     layout = layout or full_model()
     place = find_place(path, "checkpoint", world)
-    checkpoint = find_checkpoint(place, note=note, sums=ChecksumSelection.WEIGHTS, world=world)
+    sums = ChecksumSelection.of(weights)
+    checkpoint = find_checkpoint(place, note=note, sums=sums, world=world)
     if checkpoint is None:
         raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
     folder = checkpoint.folder
@@ -124,6 +148,9 @@ def open_checkpoint(
         raise UserError(*(f"{checkpoint}/recipe.yaml: {line}" for line in problems))
     know_secrets(user_recipe)
     recipe = user_recipe.resolve()
+    if (weights or recipe.eval.weights) == EMA:
+        check_averages(checkpoint, "eval.weights" if weights is None else "weights", world)
+        checkpoint.averaged = True
     recipe.parallel = layout.config
     recipe.model = model or recipe.model
     recipe.precision = loaded_precision(precision, recipe.precision, world, note)

@@ -245,6 +245,11 @@ def check_model(name: str, *, seq_len: int | None = None) -> None:
     load_config(name.removeprefix(HUGGING_FACE), seq_len)
 
 
+def not_a_run(weights: str) -> UserError:
+    """Return the error for `weights` of a model that is not one of our runs."""
+    return UserError(f"weights: {weights} is for models that were trained here; remove it")
+
+
 def open_model(
     name: str,
     world: World,
@@ -253,6 +258,7 @@ def open_model(
     precision: str | None = None,
     seq_len: int | None = None,
     layout: ModelLayout | None = None,
+    weights: str | None = None,
     depth: int = 0,
 ) -> OpenedModel:
     """The model that a name stands for, as `scripts/eval.py` takes names.
@@ -265,6 +271,8 @@ def open_model(
         precision: of the loaded weights; None: see `loaded_precision`.
         seq_len: longest input in tokens; None: what the model reads at most.
         layout: how the model is distributed over processes; None: this process holds all of it.
+        weights: of one of our runs: trained, or ema for their average; None: those that the run
+            evaluates.
         depth: adapters that stand on this model.
 
     Raises:
@@ -277,17 +285,19 @@ def open_model(
         )
     layout = layout or full_model()
     how: dict[str, Any] = {"note": note, "precision": precision, "layout": layout}
+    if weights is not None and (is_adapter(name) or is_hugging_face(name)):
+        raise not_a_run(weights)
     if is_adapter(name):
         return _open_adapter(name, world, depth, seq_len=seq_len, **how)
     if is_hugging_face(name):
         return _open_hugging_face(name, world, seq_len=seq_len, **how)
     if "://" not in name and name.count("/") < 2 and not Path(name).expanduser().exists():
         try:
-            return _open_run(name, world, **how)
+            return _open_run(name, world, weights=weights, **how)
         except UserError as error:
             hint = f"; a model on the Hugging Face hub is {HUGGING_FACE}{name}"
             raise UserError(*(line + hint for line in error.problems)) from error
-    return _open_run(name, world, **how)
+    return _open_run(name, world, weights=weights, **how)
 
 
 def _open_run(
@@ -297,8 +307,11 @@ def _open_run(
     note: Callable[[str], None],
     precision: str | None,
     layout: ModelLayout,
+    weights: str | None,
 ) -> OpenedModel:
-    loaded, fill = open_checkpoint(name, world, note=note, precision=precision, layout=layout)
+    loaded, fill = open_checkpoint(
+        name, world, note=note, precision=precision, layout=layout, weights=weights
+    )
     if layout.is_sharded and isinstance(loaded.recipe.model, HFModelConfig):
         raise _class_in_shards(name, "its run has model.name: hf_causal_lm")
     if layout.is_sharded:

@@ -22,6 +22,7 @@ from llmfoundry.builders.checkpoint import model_identity
 from llmfoundry.builders.registry import find_address
 from llmfoundry.builders.run_context import RunContext
 from llmfoundry.checkpoint.load import (
+    check_averages,
     load_training_state,
     load_weights,
     read_state,
@@ -39,9 +40,11 @@ from llmfoundry.errors import NoRestart, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantization
+from llmfoundry.recipe.eval import EMA
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import flat
+from llmfoundry.train.average import AveragedWeights
 from llmfoundry.train.spikes import ResumeStep
 from llmfoundry.train.trainer import Trainer
 
@@ -102,10 +105,14 @@ def find_start(
     written = find_address(recipe.load_path, "load_path", world, uri=uri, note=note)
     options = FetchOptions.from_config(recipe.data)
     place = find_place(written, "load_path", world, options=options)
-    sums = ChecksumSelection.WEIGHTS if weights_only else ChecksumSelection.ALL
+    weights = recipe.load_weights
+    sums = ChecksumSelection.of(weights) if weights_only else ChecksumSelection.ALL
     newest = find_checkpoint(place, note=note, sums=sums, world=world)
     if newest is None:
         raise UserError(f"load_path: {place} holds no complete checkpoint; write one that does")
+    if weights == EMA:
+        check_averages(newest, "load_weights", world)
+        newest.averaged = True
     return StartPoint(newest, weights_only=weights_only)
 
 
@@ -146,10 +153,12 @@ def fill_weights(
     *,
     total: int,
     fill: Callable[[Decoder], None] | None = None,
+    average: AveragedWeights | None = None,
 ) -> dict[str, Any]:
     """Initialize the model or load a checkpoint; return the state to resume (`Trainer.save`).
 
-    `total` is the run's length in batches; `fill` writes pretrained weights, if there are any.
+    `total` is the run's length in batches; `fill` writes pretrained weights, if there are any. The
+    `average` begins with the weights of a new run, or of a checkpoint without one.
 
     Raises:
         UserError: the checkpoint belongs to another model, another order of samples, or a longer
@@ -162,14 +171,15 @@ def fill_weights(
         else:
             fill(model)
             begin_adapter(model, job.recipe)
-        return dict(ANEW)
+        return _anew(average)
     state = on_rank0(world, lambda: read_state(checkpoint))
     _refuse_changes(start, state, identity)
     if start.weights_only:
         load_weights(checkpoint, model, world=world)
         checkpoint.unpin()
-        job.note(f"weights of {checkpoint} (batch {state['batch']})")
-        return dict(ANEW)
+        kind = "averaged weights" if checkpoint.averaged else "weights"
+        job.note(f"{kind} of {checkpoint} (batch {state['batch']})")
+        return _anew(average)
     if state["batch"] > total:
         raise UserError(
             f"max_duration: {job.recipe.max_duration} is {total} batches, but {checkpoint} has"
@@ -180,12 +190,33 @@ def fill_weights(
         fill(model)
         check_base(model, checkpoint.folder / FOLDER, "model.pretrained")
     loader.resume(state["order"], state["batch"])
-    load_training_state(checkpoint, model, optimizer, world=world)
+    _load_all(checkpoint, model, optimizer, average, world)
     checkpoint.unpin()
     for line in _changes(job.recipe, checkpoint, state):
         job.note(line)
     job.note(f"resuming from {checkpoint}")
     return state
+
+
+def _anew(average: AveragedWeights | None) -> dict[str, Any]:
+    """Return the state of a new run, whose average begins with its weights."""
+    if average is not None:
+        average.restart()
+    return dict(ANEW)
+
+
+def _load_all(
+    checkpoint: Checkpoint,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    average: AveragedWeights | None,
+    world: World,
+) -> None:
+    """Load a run's tensors; the average of a checkpoint without one begins with its weights."""
+    averages = None if average is None else average.tensors
+    is_loaded = load_training_state(checkpoint, model, optimizer, averages, world=world)
+    if average is not None and not is_loaded:
+        average.restart()
 
 
 def check_start(
@@ -265,7 +296,8 @@ def roll_back(trainer: Trainer, spike: int) -> ResumeStep:
         state = on_rank0(world, lambda: read_state(checkpoint))
         batch = int(state["batch"])
         loader.resume(state["order"], batch)
-        load_training_state(checkpoint, trainer.root.model, trainer.optimizer, world=world)
+        model, optimizer = trainer.root.model, trainer.optimizer
+        _load_all(checkpoint, model, optimizer, trainer.average, world)
         checkpoint.unpin()
     skipped = spike + 1 + config.roll_back_skip - batch
     loader.skip(batch, skipped)

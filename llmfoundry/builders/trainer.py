@@ -89,12 +89,14 @@ from llmfoundry.plan.microbatch_sizes import memory_of_process
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.choice_table import load_code
+from llmfoundry.recipe.eval import EMA
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.loss import LOSSES
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_size, recomputation
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
+from llmfoundry.train.average import AveragedWeights
 from llmfoundry.train.objective import CROSS_ENTROPY, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
@@ -144,7 +146,11 @@ def build_trainer(
     identity = run_identity(job)
     fill = None if pretrained is None else pretrained.fill
     reference = open_reference(job, data, start, fill)
-    state = fill_weights(job, start, optimizer, identity, loader, total=clock.total, fill=fill)
+    decay = recipe.ema.decay
+    average = None if decay is None else AveragedWeights(root, decay)
+    state = fill_weights(
+        job, start, optimizer, identity, loader, total=clock.total, fill=fill, average=average
+    )
     identity |= reference.begin()
     _note_costs(job, loader, clock)
     # 6. Build the loop. The record is opened last, because nothing can be rejected afterwards.
@@ -163,8 +169,9 @@ def build_trainer(
         tracker=tracker,
         checkpointer=build_checkpointer(job, tracker, start),
         roll_back=roll_back,
-        evaluate=build_measure(job, tracker, gauntlet, resumed=state["batch"] > 0),
+        evaluate=build_measure(job, tracker, gauntlet, average, resumed=state["batch"] > 0),
         identity=identity,
+        average=average,
         callbacks=[*build_callbacks(job), *additions.callbacks],
         memory=build_limit(job, module),
         state=state,
@@ -395,9 +402,17 @@ def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
 
 
 def build_measure(
-    job: RunContext, tracker: Tracker, gauntlet: Gauntlet | None, *, resumed: bool
+    job: RunContext,
+    tracker: Tracker,
+    gauntlet: Gauntlet | None,
+    average: AveragedWeights | None,
+    *,
+    resumed: bool,
 ) -> Callable[[int], dict[str, float]]:
-    """Return `build_evaluate` of a run, whose gauntlet results are logged and recorded."""
+    """Return `build_evaluate` of a run, whose gauntlet results are logged and recorded.
+
+    With `eval.weights: ema` it evaluates the `average`.
+    """
 
     def record(batch: int, result: GauntletResult, _: list[TaskAnswers]) -> None:
         tracker.gauntlet(batch, result.to_json())
@@ -407,7 +422,17 @@ def build_measure(
     config = job.recipe.eval
     if job.recipe.eval_first and not config.validation and config.gauntlet is None:
         job.note("eval_first: nothing is measured, as eval.validation and eval.gauntlet are off")
-    return build_evaluate(job, config, gauntlet=gauntlet, rows=rows, record=record, resumed=resumed)
+    measure = build_evaluate(
+        job, config, gauntlet=gauntlet, rows=rows, record=record, resumed=resumed
+    )
+    if average is None or config.weights != EMA:
+        return measure
+
+    def measure_average(batch: int) -> dict[str, float]:
+        with average.in_place():
+            return measure(batch)
+
+    return measure_average
 
 
 def check_layout(recipe: ResolvedTrainRecipe, world: World) -> None:

@@ -87,8 +87,9 @@ from llmfoundry.ops.devices import host_buffer
 from llmfoundry.ops.shard_layout import ShardLayout, Stacked, block_view, local_blocks
 
 TABLE = ".metadata"
-_OPTIMIZER = "optimizer"
-_NAME = re.compile(rf"({_OPTIMIZER})?__[0-9]+_[0-9]+\.distcp")
+_OPTIMIZER, AVERAGE = "optimizer", "ema"
+"""Prefixes of the names of tensors that are not weights, and of the files that hold them."""
+_NAME = re.compile(rf"({_OPTIMIZER}|{AVERAGE})?__[0-9]+_[0-9]+\.distcp")
 
 
 def holds_tensors(name: str) -> bool:
@@ -102,6 +103,11 @@ def holds_optimizer(name: str) -> bool:
     In checkpoints of older versions every tensor file may hold weights and optimizer state.
     """
     return holds_tensors(name) and name.startswith(_OPTIMIZER)
+
+
+def holds_average(name: str) -> bool:
+    """Return whether a file holds averaged weights only, by its name."""
+    return holds_tensors(name) and name.startswith(AVERAGE)
 
 
 @dataclass
@@ -296,8 +302,11 @@ class _Planner(DefaultSavePlanner):
         return super().lookup_object(index)
 
 
+_FILES = {"model": "", AVERAGE: AVERAGE}  # file prefix by the first part of a tensor's name
+
+
 class FilesWriter(FileSystemWriter):
-    """DCP file writer with separate files for weights and optimizer state, and with checksums.
+    """DCP file writer with separate files for weights, averages and optimizer state; has checksums.
 
     Errors are raised as `CollectiveError`, which keeps their message on the way to other ranks.
 
@@ -322,12 +331,13 @@ class FilesWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part of a plan."""
         prefix = plan.storage_data.prefix
-        weights = [item for item in plan.items if item.index.fqn.startswith("model.")]
-        others = [item for item in plan.items if not item.index.fqn.startswith("model.")]
+        files: dict[str, list[WriteItem]] = {"": [], _OPTIMIZER: [], AVERAGE: []}
+        for item in plan.items:
+            files[_FILES.get(item.index.fqn.partition(".")[0], _OPTIMIZER)].append(item)
         try:
-            for items, name in ((weights, prefix), (others, _OPTIMIZER + prefix)):
+            for kind, items in files.items():
                 if items:
-                    place = replace(plan.storage_data, prefix=name)
+                    place = replace(plan.storage_data, prefix=kind + prefix)
                     part = replace(plan, items=items, storage_data=place)
                     self.written += super().write_data(part, planner).value()
         except Exception as error:
@@ -430,7 +440,7 @@ def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
     """Return a flat state, DTensors sharded over several mesh dimensions as `BlockTensor`s.
 
     Args:
-        state: values by the planner's names: model.NAME, optimizer.state.NAME.KEY.
+        state: values by the planner's names: model.NAME, ema.NAME, optimizer.state.NAME.KEY.
         stacked: stacked rows by parameter name.
     """
     shown = dict(state)
@@ -443,7 +453,7 @@ def as_block_tensors(state: dict[str, Any], stacked: Stacked) -> dict[str, Any]:
 def _parameter(path: str) -> str:
     if path.startswith(_MOMENTS):
         return path.removeprefix(_MOMENTS).rpartition(".")[0]
-    return path.removeprefix("model.")
+    return path.removeprefix("model.").removeprefix(f"{AVERAGE}.")
 
 
 _MOMENTS = "optimizer.state."
@@ -640,9 +650,16 @@ class Staging:
         return places
 
 
-def training_state(model: Decoder, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return all tensors of a run, by their names in a checkpoint."""
-    state = {"model": saved_state(model)}
+def training_state(
+    model: Decoder, optimizer: Optimizer | None, averages: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return all tensors of a run, by their names in a checkpoint.
+
+    `averages` are the averaged weights by parameter name; None: the run keeps none.
+    """
+    state: dict[str, Any] = {"model": saved_state(model)}
+    if averages is not None:
+        state[AVERAGE] = dict(averages)
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state

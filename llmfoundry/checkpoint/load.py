@@ -2,6 +2,7 @@
 
     runs/<name>/checkpoints/ba0000100/
         __<rank>_*.distcp .metadata   the model, by torch.distributed.checkpoint (DCP)
+        ema__<rank>_*.distcp          averaged weights, of a run with ema.decay
         optimizer__<rank>_*.distcp    optimizer state, which only training needs
         state.json                    time, seed, fingerprints of data and model
         recipe.yaml tokenizer/        the other files that eval, convert and generate need
@@ -56,6 +57,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import (
+    AVERAGE,
     TABLE,
     BlockTensor,
     as_block_tensors,
@@ -179,16 +181,43 @@ def _load_into(
 
 
 def load_training_state(
-    checkpoint: Checkpoint, model: Decoder, optimizer: Optimizer, *, world: World
-) -> None:
-    """Load model and optimizer state in place; the checkpoint may be from any number of ranks."""
-    state = training_state(model, optimizer)
+    checkpoint: Checkpoint,
+    model: Decoder,
+    optimizer: Optimizer,
+    averages: Mapping[str, Tensor] | None = None,
+    *,
+    world: World,
+) -> bool:
+    """Load model and optimizer state in place; the checkpoint may be from any number of ranks.
+
+    Returns:
+        Whether the `averages` were loaded, too; a checkpoint of a run without them has none.
+    """
+    state = training_state(model, optimizer, averages)
     # learning rates and other settings are the recipe's, not the checkpoint's
     groups = state["optimizer"].pop("param_groups")
-    load_tensors(state, checkpoint, world=world, stacked=all_stacked_rows(model))
+    load_tensors(state, checkpoint, world=world, stacked=all_stacked_rows(model), optional=AVERAGE)
     set_model_state_dict(model, state["model"], options=_PARTS)
     optimizer_state = state["optimizer"] | {"param_groups": groups}
     set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
+    return AVERAGE in state
+
+
+def check_averages(checkpoint: Checkpoint, key: str, world: World) -> None:
+    """Check that a checkpoint holds averaged weights; collective.
+
+    Raises:
+        UserError: it holds none; `key` is the recipe key that requires them.
+    """
+
+    def check() -> None:
+        if not _holds(read_table(checkpoint), f"{AVERAGE}."):
+            raise UserError(
+                f"{key}: ema, but {checkpoint} holds no averaged weights, which a run keeps with"
+                " ema.decay; write trained, or average checkpoints with scripts/average.py"
+            )
+
+    on_rank0(world, check)
 
 
 _DAMAGED = ("PytorchStreamReader", "weights_only", "Weights only")
@@ -202,6 +231,7 @@ def load_tensors(
     world: World = ALONE,
     stacked: Stacked | None = None,
     table: Metadata | None = None,
+    optional: str | None = None,
 ) -> None:
     """Load the tensors of `state` from a checkpoint, in place; collective over `world`.
 
@@ -214,6 +244,7 @@ def load_tensors(
         world: process group; ALONE: this process only.
         stacked: stacked rows of the parameters, see `ops.shard_layout`; None: none are stacked.
         table: result of `check_weights`, if it was called.
+        optional: key of `state` that is removed if the checkpoint has no tensors of this name.
 
     Raises:
         UserError: the files cannot be read or have other contents; on every rank.
@@ -223,7 +254,9 @@ def load_tensors(
     try:
         if table is None or world.size > 1:
             content = on_rank0(world, (checkpoint.folder / TABLE).read_bytes)
-            table = table or parse_metadata(content)
+            table = table or _selected(parse_metadata(content), checkpoint)
+        if optional in state and not _holds(table, f"{optional}."):
+            del state[optional]
         planner.set_up_planner(state, table, is_coordinator=world.is_main)
         flat = planner.state_dict
         planner.state_dict = as_block_tensors(flat, stacked or {})
@@ -255,9 +288,36 @@ def read_table(checkpoint: Checkpoint) -> Metadata:
         UserError: the table cannot be read.
     """
     try:
-        return parse_metadata(read_guarded(checkpoint.folder / TABLE, most=_LONGEST_TABLE))
+        content = read_guarded(checkpoint.folder / TABLE, most=_LONGEST_TABLE)
+        return _selected(parse_metadata(content), checkpoint)
     except (OSError, ValueError) as error:
         raise _unreadable(checkpoint, one_line(error)) from error
+
+
+def _holds(table: Metadata, prefix: str) -> bool:
+    """Return whether a checkpoint has a tensor whose name begins with `prefix`."""
+    return any(name.startswith(prefix) for name in table.state_dict_metadata)
+
+
+def _selected(table: Metadata, checkpoint: Checkpoint) -> Metadata:
+    """Return a table in which, if `checkpoint.averaged`, weights are their averages.
+
+    Tensors without an average keep their entry: frozen weights and integers.
+    """
+    if not checkpoint.averaged:
+        return table
+    items = table.state_dict_metadata
+    averages = {
+        f"model.{name.removeprefix(AVERAGE + '.')}": item
+        for name, item in items.items()
+        if name.startswith(f"{AVERAGE}.")
+    }
+    places = {at: place for at, place in table.storage_data.items() if at.fqn not in averages}
+    for at, place in table.storage_data.items():
+        name = f"model.{at.fqn.removeprefix(AVERAGE + '.')}"
+        if at.fqn.startswith(f"{AVERAGE}."):
+            places[MetadataIndex(name, at.offset, at.index)] = place
+    return Metadata({**items, **averages}, storage_data=places, storage_meta=table.storage_meta)
 
 
 def _check_shapes(

@@ -8,8 +8,9 @@ finish a stage before any rank begins the next, so every rank learns of a failur
    them to host memory. Training resumes here. The next optimizer step waits for copies from a GPU
    (`before_update`).
 3. Prepare (`storage.py`): the main process creates an empty checkpoint folder.
-4. Tensors (`dcp.py`): each rank writes its files `optimizer__<rank>_*.distcp` and
-   `__<rank>_*.distcp` to the disk and computes their checksums. Rank 0 writes `.metadata`.
+4. Tensors (`dcp.py`): each rank writes its files `optimizer__<rank>_*.distcp`,
+   `ema__<rank>_*.distcp` and `__<rank>_*.distcp` to the disk and computes their checksums. Rank 0
+   writes `.metadata`.
 5. Small files: rank 0 writes state.json, recipe.yaml, tokenizer/ and the files that fine-tuning
    adds.
 6. Commit (`storage.py`): once all files are on the disk (at a URL: uploaded), rank 0 writes COMMIT.
@@ -30,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from llmfoundry.checkpoint.dcp import StagedTensors, TensorFiles, training_state
@@ -168,6 +170,7 @@ class Checkpointer:
         optimizer: Optimizer | None,
         state: dict[str, Any],
         *,
+        averages: Mapping[str, Tensor] | None = None,
         last: bool = False,
     ) -> Path:
         """Save a checkpoint; the caller must call `before_update` before the next optimizer step.
@@ -177,6 +180,7 @@ class Checkpointer:
             model: model to save.
             optimizer: optimizer to save; None: the model has not been trained in this run.
             state: content of state.json.
+            averages: averaged weights by parameter name; None: the run keeps none.
             last: this is the run's last save; return only after it is written.
 
         Returns:
@@ -194,7 +198,7 @@ class Checkpointer:
         if not in_time:
             self._report_skipped(batch)
         elif batch != self.saved:  # a signal or the end of training may repeat an interval's save
-            stage = partial(self._stage, model, optimizer)
+            stage = partial(self._stage, model, optimizer, averages)
             self._begin(batch, folder, stage, state, last=last)
         self.waits.total = time.perf_counter() - began
         return folder
@@ -234,11 +238,15 @@ class Checkpointer:
         self._thread.start()
 
     def _stage(
-        self, model: Decoder, optimizer: Optimizer | None, copy: bool
+        self,
+        model: Decoder,
+        optimizer: Optimizer | None,
+        averages: Mapping[str, Tensor] | None,
+        copy: bool,
     ) -> StagedTensors | Exception:
         """Return the tensors to write, or the error, which the writer reports to all ranks."""
         try:
-            tensors = training_state(model, optimizer)
+            tensors = training_state(model, optimizer, averages)
             return self._tensor_files.stage(tensors, self._contents.stacked, copy=copy)
         except Exception as error:
             if copy and is_out_of_memory(error):

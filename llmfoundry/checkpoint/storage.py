@@ -254,10 +254,12 @@ class Checkpoint:
     Attributes:
         storage: storage of the run.
         folder: folder on this machine; for an object store it holds the downloaded files.
+        averaged: readers get the averaged weights (`ema.decay`) under the names of the weights.
     """
 
     storage: Storage = field(compare=False)
     folder: Path
+    averaged: bool = False
     _lock: LockedFile | bool = field(default=False, init=False, repr=False, compare=False)
 
     @classmethod

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from llmfoundry.checkpoint.commit import checksum, writer_of
-from llmfoundry.checkpoint.dcp import holds_optimizer, holds_tensors
+from llmfoundry.checkpoint.dcp import holds_average, holds_optimizer, holds_tensors
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of, local_size
 from llmfoundry.distributed.collectives import (
     all_gather_object,
@@ -29,6 +29,7 @@ from llmfoundry.distributed.collectives import (
 from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import RunFailure, UserError, one_line
 from llmfoundry.processes import cores
+from llmfoundry.recipe.eval import WEIGHTS
 
 _THREADS = 8  # maximum per process: more threads only wait for the disk or network
 
@@ -37,14 +38,23 @@ class ChecksumSelection(Enum):
     """Selection of the files whose checksums are compared; other files may be missing."""
 
     ALL = "all"
-    WEIGHTS = "all but the optimizer's"
+    WEIGHTS = "all but the optimizer's and averages"
+    AVERAGE = "all but the optimizer's"
     RECORD = "all but tensors"
     NONE = "none, but all must be there and have their sizes"
 
+    @classmethod
+    def of(cls, weights: str | None) -> ChecksumSelection:
+        """Return the selection that loads these weights: trained, ema, or None for either."""
+        return cls.WEIGHTS if weights == WEIGHTS[0] else cls.AVERAGE
+
     def files(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the files of a checkpoint that must exist."""
-        if self is ChecksumSelection.WEIGHTS:
-            return {name: n for name, n in sizes.items() if not holds_optimizer(name)}
+        if self in (ChecksumSelection.WEIGHTS, ChecksumSelection.AVERAGE):
+            wanted = {name: n for name, n in sizes.items() if not holds_optimizer(name)}
+            if self is ChecksumSelection.AVERAGE:
+                return wanted
+            return {name: n for name, n in wanted.items() if not holds_average(name)}
         if self is ChecksumSelection.RECORD:
             return {name: n for name, n in sizes.items() if not holds_tensors(name)}
         return dict(sizes)

@@ -454,7 +454,7 @@ def _checkpoints(recipe: ResolvedTrainRecipe, need: MemoryEstimate, model: Decod
     weight_bytes = 2 if recipe.precision == "bf16" else 4
     size = ""
     if model is None:
-        state_bytes = recipe.optimizer.moment_bytes(weight_bytes)
+        state_bytes = recipe.state_bytes(weight_bytes)
         checkpoint_bytes = (weight_bytes + state_bytes) * need.parameters
         size = f", about {format_gib(checkpoint_bytes / GIB)} each"
     return f"every {recipe.save_interval} and at the end{size}; {retention}"

@@ -15,8 +15,9 @@ from llmfoundry.api.external_models import is_outside
 from llmfoundry.api.generation import chosen_template
 from llmfoundry.builders.evaluation import check_gauntlet
 from llmfoundry.builders.model import attention_refusal
-from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face
+from llmfoundry.builders.open_model import check_model, is_adapter, is_hugging_face, not_a_run
 from llmfoundry.builders.registry import find_address
+from llmfoundry.checkpoint.load import check_averages
 from llmfoundry.checkpoint.object_storage import is_url
 from llmfoundry.checkpoint.open_run import find_place
 from llmfoundry.checkpoint.verify import ChecksumSelection, find_checkpoint
@@ -34,7 +35,7 @@ from llmfoundry.recipe.after_training import (
     SamplingRecipe,
     ServeRecipe,
 )
-from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.eval import EMA, EvalConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.paths import find_shipped, show
@@ -68,7 +69,7 @@ def plan_drawing(recipe: SamplingRecipe, hardware: Hardware | None = None) -> Ro
     """Yield the plan of scripts/generate.py or scripts/chat.py."""
     recipe.fill()
     name = _named(recipe)
-    yield from _any_model(name, recipe.precision)
+    yield from _any_model(name, recipe.precision, recipe.weights)
     yield from run_memory_lines(name, recipe, hardware)
     if isinstance(recipe, ChatRecipe) or (
         isinstance(recipe, GenerateRecipe) and recipe.message is not None
@@ -81,7 +82,7 @@ def plan_drawing(recipe: SamplingRecipe, hardware: Hardware | None = None) -> Ro
 def plan_serving(recipe: ServeRecipe, hardware: Hardware | None = None) -> Rows:
     """Yield the plan of scripts/serve.py."""
     name = _named(recipe)
-    yield from _any_model(name, recipe.precision)
+    yield from _any_model(name, recipe.precision, recipe.weights)
     yield from run_memory_lines(name, recipe, hardware, slots=recipe.slots)
     yield from _template(name, partial(chat_template, recipe))
     key = "none" if recipe.read_key() is None else "asked for"
@@ -110,7 +111,7 @@ def plan_conversion(recipe: ConvertRecipe) -> Rows:
     """Yield the plan of scripts/convert.py."""
     check_destination(recipe)
     if recipe.from_ is None:
-        yield from _checkpoint(_named(recipe))
+        yield from _checkpoint(_named(recipe), recipe.weights)
     else:
         yield "from", f"{_named(recipe)}, a Hugging Face model"
     output = Path(str(recipe.output)).expanduser()
@@ -123,26 +124,30 @@ def _named(recipe: SamplingRecipe | ServeRecipe | ConvertRecipe) -> str:
     return find_address(name, "checkpoint", uri=uri, note=lambda line: None)
 
 
-def _any_model(name: str, precision: str | None) -> Rows:
+def _any_model(name: str, precision: str | None, weights: str | None = None) -> Rows:
     """Yield the checkpoint of a run, a Hugging Face model or an adapter."""
     if is_hugging_face(name) or is_adapter(name):
+        if weights is not None:
+            raise not_a_run(weights)
         check_model(name)
         kind = "a Hugging Face model" if is_hugging_face(name) else "an adapter"
         yield "model", f"{name}, {kind}, {precision or 'fp32'}"
     else:
-        yield from _checkpoint(name)
+        yield from _checkpoint(name, weights)
 
 
-def _checkpoint(path: str) -> Rows:
+def _checkpoint(path: str, weights: str | None = None) -> Rows:
     """Yield a run's newest complete checkpoint, its model and its attention kernels."""
     place = find_place(path, "checkpoint", ALONE)
-    sums = ChecksumSelection.WEIGHTS
+    sums = ChecksumSelection.of(weights)
     if is_url(path):
         sums = ChecksumSelection.RECORD  # to check the weights, they would have to be downloaded
     checkpoint = find_checkpoint(place, note=lambda line: None, sums=sums)
     if checkpoint is None:
         raise UserError(f"checkpoint: {place} holds no complete checkpoint; write a run's folder")
     recipe = load_run(checkpoint.folder / "recipe.yaml")
+    if (weights or recipe.eval.weights) == EMA:
+        check_averages(checkpoint, "weights" if weights else "eval.weights", ALONE)
     yield "checkpoint", str(checkpoint)
     yield "model", f"{recipe.model.name}, {recipe.precision}"
     if not isinstance(recipe, FinetuneRecipe):

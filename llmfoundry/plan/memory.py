@@ -62,7 +62,7 @@ class MemoryEstimate:
         parameters: number of parameters of the full model.
         parameter_bytes: bytes of the rank's shard of the weights.
         gradient_bytes: bytes of the shard's gradients.
-        moment_bytes: bytes of the shard's optimizer state.
+        moment_bytes: bytes of the shard's optimizer state, and of averaged weights.
         moments: points of a step at which memory may peak: the loss, the gradient of the head, the
             backward pass of a block, and the backward pass of the embedding.
         chunk_rows: number of sequences whose logits the loss holds at once (may be a fraction).
@@ -178,7 +178,7 @@ def estimate(
         parameters=weights.parameters,
         parameter_bytes=weights.frozen + weights.trained.shard,
         gradient_bytes=weights.trained.shard,
-        moment_bytes=round(recipe.optimizer.moment_bytes(width) * weights.trained.shard / width),
+        moment_bytes=round(recipe.state_bytes(width) * weights.trained.shard / width),
         moments=tuple(
             PeakPoint(moment.whole + dequantized, _times(moment.rows, heap)) for moment in moments
         ),
@@ -195,11 +195,7 @@ def weight_bytes(recipe: ResolvedTrainRecipe, world_size: int) -> int:
     """
     shard_bytes = _weights(recipe, recipe.parallel.degrees(world_size)).trained.shard
     width = 2 if recipe.precision == "bf16" else 4
-    return (
-        FRAMEWORK
-        + 2 * shard_bytes
-        + round(recipe.optimizer.moment_bytes(width) * shard_bytes / width)
-    )
+    return FRAMEWORK + 2 * shard_bytes + round(recipe.state_bytes(width) * shard_bytes / width)
 
 
 def _times(rows: Bytes, heap: float) -> Bytes:

@@ -375,7 +375,7 @@ def _attention(
 def _optimizer(recipe: ResolvedTrainRecipe, degrees: Degrees, reached: Speeds) -> float:
     """Return the seconds of clipping and the update, from the bytes that both read and write."""
     width = 2 if recipe.precision == "bf16" else 4
-    state_bytes = recipe.optimizer.moment_bytes(width)
+    state_bytes = recipe.state_bytes(width)
     values = shares(recipe.model, degrees).all.shard
     clipping = 3 * width  # two reads and one write of gradients
     update = 2 * (width + state_bytes) + width  # weights and state read and written, gradients read

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from llmfoundry.errors import UserError
 from llmfoundry.loopback import is_loopback
 from llmfoundry.recipe.checks import inert_change, nearest, set_defaults
-from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.eval import WEIGHTS, EvalConfig
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.logger import DEFAULT_TOP_P, LoggerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
@@ -167,6 +167,9 @@ class ConvertRecipe:
     output: Annotated[str | None, PATH] = None
     """The folder to write, which must not exist or must be empty. With to=gguf a file,
     NAME.gguf."""
+    weights: Annotated[str | None, choice(WEIGHTS), Only("to")] = None
+    """Which weights of a run to export. trained: those that the optimizer updated. ema: their
+    exponential moving average (ema.decay). Unset: those that the run evaluates (eval.weights)."""
     dtype: Annotated[str | None, choice(DTYPES), Only("to", ("hf", "gguf"))] = None
     """dtype of the written weights: fp32, bf16, fp16, or for gguf q8_0 (8 bits, with a scale for
     every 32 numbers). Unset: bf16 if the base is quantized, else fp32."""
@@ -218,6 +221,9 @@ class SamplingRecipe:
     checkpoint: Annotated[str | None, PATH] = None
     """A run's folder, a checkpoint's folder, or the URL of either; an adapter's folder in peft's
     format; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
+    weights: Annotated[str | None, choice(WEIGHTS)] = None
+    """Which weights of a run to load. trained: those that the optimizer updated. ema: their
+    exponential moving average (ema.decay). Unset: those that the run evaluates (eval.weights)."""
     max_new_tokens: Annotated[int, NEW_TOKENS] = 128
     """Maximum length of the generated text in tokens."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
@@ -306,6 +312,9 @@ class ServeRecipe:
     checkpoint: Annotated[str | None, PATH] = None
     """A run's folder, a checkpoint's folder, or the URL of either; an adapter's folder in peft's
     format; a folder that transformers saved, or hf:OWNER/NAME on the hub."""
+    weights: Annotated[str | None, choice(WEIGHTS)] = None
+    """Which weights of a run to load. trained: those that the optimizer updated. ema: their
+    exponential moving average (ema.decay). Unset: those that the run evaluates (eval.weights)."""
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts requests of this machine only. 0.0.0.0, or any
     other address that is reachable from outside, requires api_key_env."""

@@ -19,6 +19,8 @@ from llmfoundry.recipe.schema import (
 )
 
 PROMPTS = ("native", "harness", "foundry")
+WEIGHTS = ("trained", "ema")
+EMA = WEIGHTS[1]
 _GAUNTLET = Only("gauntlet")
 
 
@@ -26,6 +28,11 @@ _GAUNTLET = Only("gauntlet")
 class EvalConfig:
     """Validation text and the in-context-learning gauntlet."""
 
+    weights: Annotated[str | None, choice(WEIGHTS)] = None
+    """Which weights are evaluated. trained: those that the optimizer updates. ema: their
+    exponential moving average, of a run with ema.decay. Unset: trained in a run, and in
+    scripts/eval.py those that the run evaluated. As the only key of eval there, it changes nothing
+    else of what the run evaluated."""
     validation: bool = True
     """Measure loss and bits per byte on the held-out documents."""
     validation_rows: Annotated[int | None, Range(1), Only("validation")] = None
@@ -73,6 +80,11 @@ class EvalConfig:
     """System message of conversations, before the task's own; unset: none."""
     icl_gen_prefix: Annotated[str | None, _GAUNTLET, Unless("icl_chat_template", "none")] = None
     """Beginning of every answer in a conversation, which the model continues; unset: none."""
+
+    @property
+    def chooses_weights_only(self) -> bool:
+        """Whether `weights` is the only key that is set."""
+        return self.weights is not None and self == EvalConfig(weights=self.weights)
 
     def check(self, key: str = "eval.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""

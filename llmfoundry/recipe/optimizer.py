@@ -1,4 +1,4 @@
-"""The `optimizer` and `gradient_clipping` sections.
+"""The `optimizer`, `gradient_clipping` and `ema` sections.
 
 `OPTIMIZERS` is the table of optimizers; the checks, `--help`, the memory estimate and
 `train/optim/optimizers.py` read the same record.
@@ -224,3 +224,28 @@ class GradientClippingConfig:
     def check(self, key: str = "gradient_clipping.") -> Iterator[str]:
         """Yield an error line for each invalid value."""
         yield from check_fields(key, self)
+
+
+AVERAGE_BYTES = 4  # of an averaged weight, which is fp32
+
+
+@dataclass
+class EmaConfig:
+    """An exponential moving average (EMA) of the trained weights, kept next to them in fp32.
+
+    It is sharded like the weights, and saved in every checkpoint. `eval.weights: ema` evaluates it.
+    """
+
+    decay: Annotated[float | None, Range(above=0, below=1)] = None
+    """The average keeps min(decay, (1 + n) / (10 + n)) of its value in step n, and takes the rest
+    from the weights after that step. The second term shortens the average of a young run, which
+    would otherwise consist of its initial weights. Such as 0.999; unset: no average."""
+
+    def check(self, key: str = "ema.") -> Iterator[str]:
+        """Yield an error line for each invalid value."""
+        yield from check_fields(key, self)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the average per trained weight."""
+        return 0 if self.decay is None else AVERAGE_BYTES

@@ -19,7 +19,7 @@ from llmfoundry.recipe.data import (
     ResolvedTokenizerConfig,
     TokenizerConfig,
 )
-from llmfoundry.recipe.eval import EvalConfig
+from llmfoundry.recipe.eval import EMA, WEIGHTS, EvalConfig
 from llmfoundry.recipe.launch import LaunchConfig
 from llmfoundry.recipe.logger import (
     CallbacksConfig,
@@ -32,6 +32,7 @@ from llmfoundry.recipe.logger import (
 from llmfoundry.recipe.loss import LossConfig
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.optimizer import (
+    EmaConfig,
     GradientClippingConfig,
     OptimizerConfig,
     ResolvedOptimizerConfig,
@@ -192,6 +193,9 @@ class TrainRecipe:
     models:/NAME@best, from which to start if save_folder has no checkpoint."""
     load_weights_only: Annotated[bool | None, Only("load_path")] = None
     """Load only the weights, and start at batch 0 with a new optimizer state and data order."""
+    load_weights: Annotated[str | None, choice(WEIGHTS), Only("load_weights_only")] = None
+    """Which weights of the checkpoint to load. trained: those that the optimizer updated. ema:
+    their average, of a run with ema.decay. Default trained."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The decoder (group model/)."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -204,6 +208,8 @@ class TrainRecipe:
     """The optimizer (group optimizer/)."""
     gradient_clipping: GradientClippingConfig = field(default_factory=GradientClippingConfig)
     """Gradient clipping."""
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    """An average of the weights."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate over time (group schedule/)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -254,6 +260,7 @@ class TrainRecipe:
             self.loss,
             self.optimizer,
             self.gradient_clipping,
+            self.ema,
             self.schedule,
             self.parallel,
             self.eval,
@@ -386,6 +393,10 @@ class TrainRecipe:
             )
         yield from self._check_store()
 
+        # evaluation of averaged weights
+        if self.eval.weights == EMA and self.ema.decay is None:
+            yield "eval.weights: ema, but no average is kept; write ema.decay: 0.999, or trained"
+
         # validation needs held-out text
         if not self.data.holds_out() and self.eval.validation:
             yield (
@@ -417,6 +428,10 @@ class TrainRecipe:
         return (
             metric is not None and metric.startswith("metrics/eval/") and not self.eval.validation
         )
+
+    def state_bytes(self, weight: int) -> float:
+        """Return the bytes that the optimizer and the average keep per weight of `weight` bytes."""
+        return self.optimizer.moment_bytes(weight) + self.ema.weight_bytes
 
     def training_settings(self) -> dict[str, Any]:
         """Return every setting that influences the result of training, by its dotted key."""
@@ -451,6 +466,9 @@ class TrainRecipe:
             self.save_max_wait = 30.0
         if self.load_path is not None and self.load_weights_only is None:
             self.load_weights_only = False
+        self.eval.weights = self.eval.weights or WEIGHTS[0]
+        if self.load_weights_only and self.load_weights is None:
+            self.load_weights = WEIGHTS[0]
 
     def _fill_model(self) -> None:
         self.model.fill(max_seq_len=self.max_seq_len)

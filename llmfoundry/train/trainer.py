@@ -36,6 +36,7 @@ from llmfoundry.recipe.optimizer import ResolvedOptimizerConfig
 from llmfoundry.recipe.parallel import ResolvedParallelConfig
 from llmfoundry.recipe.schedule import ResolvedScheduleConfig
 from llmfoundry.telemetry import beat, in_callback, span
+from llmfoundry.train.average import AveragedWeights
 from llmfoundry.train.optim.schedule import build_schedule
 from llmfoundry.train.out_of_memory import MicrobatchLimit, OutOfMemory, begin_again
 from llmfoundry.train.own_loss import OwnLoss
@@ -134,7 +135,14 @@ class Checkpoints(Protocol):
         """Wait until the weights of a running save are copied."""
 
     def save(
-        self, batch: int, model: Decoder, optimizer: Optimizer, state: dict[str, Any], *, last: bool
+        self,
+        batch: int,
+        model: Decoder,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        *,
+        averages: Mapping[str, Tensor] | None,
+        last: bool,
     ) -> object:
         """Save after `batch` steps. With `last`, the checkpoint is complete on return."""
 
@@ -200,6 +208,8 @@ class Trainer:
     """Evaluates the model after this many batches; a collective operation."""
     identity: dict[str, Any]
     """Settings that must not change when the run is resumed, by recipe key."""
+    average: AveragedWeights | None = None
+    """Moving average of the weights; None: the run keeps none."""
     callbacks: list[Callback] = field(default_factory=list)
     memory: MicrobatchLimit = field(default_factory=MicrobatchLimit)
     """Handles steps that run out of memory."""
@@ -379,6 +389,9 @@ class Trainer:
         logs = next_batch == self.clock.total or falls_due(interval, next_batch)
         result = self._until_it_fits(batch, stop, logs=logs)
         self.batch = next_batch
+        if self.average is not None:
+            with span("optimizer"):
+                self.average.update(self.batch)
 
         # record the losses
         values = [result.loss, *result.parts.values(), *result.reported.values()]
@@ -579,7 +592,14 @@ class Trainer:
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }
         with self.training_paused(), span("saving"):
-            self.checkpointer.save(self.batch, self.root.model, self.optimizer, state, last=last)
+            self.checkpointer.save(
+                self.batch,
+                self.root.model,
+                self.optimizer,
+                state,
+                averages=None if self.average is None else self.average.tensors,
+                last=last,
+            )
         self._saves_soon = False
         waits = self.checkpointer.waits
         metrics = {

@@ -9,6 +9,7 @@ the disk, opened files and written files are counted: of replicas the first alon
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
@@ -41,6 +42,7 @@ from llmfoundry.ops.packed_layout import IGNORE, Batch
 from llmfoundry.ops.packed_layout import PackedLayout as Rows
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import ParallelConfig
+from llmfoundry.train.average import AveragedWeights
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepSettings, train_step
 from tests.models.test_decoder import make_config
@@ -48,8 +50,9 @@ from tests.tiny import run, write_recipe
 from tests.warm_scripts import on_ranks
 
 CPU = torch.device("cpu")
-ROWS, LENGTH, CLIP, SAVED = 24, 16, 0.5, 2
-"""Rows of a batch, which 8 and 3 processes share; steps before a save."""
+ROWS, LENGTH, CLIP, SAVED, DECAY = 24, 16, 0.5, 2, 0.2
+"""Rows of a batch, which 8 and 3 processes share; steps before a save; of the weights' average.
+The last is between (1 + n) / (10 + n) of the first step and of the second."""
 DENSE: dict[str, Any] = {
     "vocab_size": 61,
     "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "rope": True},
@@ -132,6 +135,8 @@ class Job:
         self.root.model.init_weights(5)
         self.module = apply_ddp(self.root, meshes)
         self.optimizer = build_optimizer(self.root.model, optimizer_config())
+        self.average = AveragedWeights(self.root, DECAY)
+        self.average.restart()
 
     def step(self, number: int) -> float:
         batch, world = global_batch(number), self.world
@@ -150,6 +155,7 @@ class Job:
             number=number,
             guard=Guard(CPU),
         )
+        self.average.update(number + 1)
         return result.loss.item()
 
     def save(self, folder: Path, batch: int) -> Path:
@@ -161,18 +167,25 @@ class Job:
             SavePolicy(keep=-1, background=True, max_failures=1),
             Reports(print),
         )
-        place = saver.save(batch, self.root.model, self.optimizer, {"batch": batch})
+        averages = self.average.tensors
+        state = {"batch": batch}
+        place = saver.save(batch, self.root.model, self.optimizer, state, averages=averages)
         saver.before_update()
         with torch.no_grad():
             for parameter in self.root.parameters():
                 parameter.zero_()
+            for average in averages.values():
+                average.zero_()
         saver.wait()
         saver.check()
         return place
 
     def load(self, folder: Path) -> None:
         saved = Checkpoint.at(folder)
-        load_training_state(saved, self.root.model, self.optimizer, world=self.world)
+        averages = self.average.tensors
+        assert load_training_state(
+            saved, self.root.model, self.optimizer, averages, world=self.world
+        )
 
 
 def optimizer_config() -> OptimizerConfig:
@@ -249,7 +262,9 @@ def load_all(rank: int, processes: int, names: list[str], folder: Path) -> None:
                 with disk() as seen:
                     job.load(place)
                 key = f"{model}-{other}-{name}"
-                found[key] = {"loss": job.step(SAVED)}
+                with job.average.in_place():
+                    average = evaluated(job)
+                found[key] = {"loss": job.step(SAVED), "average": average}
                 (folder / f"loaded-{key}-{rank}.json").write_text(json.dumps(seen))
                 spoil(job.root)
                 load_weights(Checkpoint.at(place), job.root.model, world=job.world)
@@ -317,20 +332,30 @@ def routine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, d
 
 
 @cache
-def plain(model: str) -> tuple[list[float], float]:
-    """Losses of a loop as one would write it; and what `evaluated` gives after the save."""
+def plain(model: str) -> tuple[list[float], float, float]:
+    """Losses of a loop as one would write it; and what `evaluated` gives after the save.
+
+    That is of the weights, and of their average.
+    """
     decoder = Decoder(make_config(n_layers=2, **MODELS[model]))
     decoder.init_weights(5)
     optimizer = torch.optim.AdamW(
         decoder.parameters(), lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), foreach=False
     )
-    losses, logits = [], 0.0
+    losses, logits, average_logits = [], 0.0, 0.0
+    average = {name: weight.double() for name, weight in decoder.state_dict().items()}
     for step in range(SAVED + 3):
         if step == SAVED:
             batch = global_batch(7)
+            weights = decoder.state_dict()
+            averaged = {name: value.to(weights[name].dtype) for name, value in average.items()}
             with torch.no_grad():
                 found = decoder.head(decoder(batch.tokens, batch.layout))
+                other = copy.deepcopy(decoder)
+                other.load_state_dict(averaged)
+                found_average = other.head(other(batch.tokens, batch.layout))
             logits = float(found.double().square().sum())
+            average_logits = float(found_average.double().square().sum())
         batch = global_batch(step)
         hidden, routing = decoder.run(batch.tokens, batch.layout)
         scores = decoder.head(hidden)
@@ -342,7 +367,10 @@ def plain(model: str) -> tuple[list[float], float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, logits
+        keep = min(DECAY, (step + 2) / (step + 11))
+        for name, weight in decoder.state_dict().items():
+            average[name] = keep * average[name] + (1 - keep) * weight.double()
+    return losses, logits, average_logits
 
 
 def check(found: dict[str, dict[str, float]], names: list[str]) -> None:
@@ -354,9 +382,11 @@ def check(found: dict[str, dict[str, float]], names: list[str]) -> None:
     }
     assert found.keys() == wanted
     for key, values in found.items():
-        losses, logits = plain(key.split("-")[0])
+        losses, logits, average = plain(key.split("-")[0])
         assert values["loss"] == pytest.approx(losses[SAVED], rel=1e-6), key
         assert values["weights"] == pytest.approx(logits, rel=1e-5), key
+        assert values["average"] == pytest.approx(average, rel=1e-5), key
+        assert abs(average / logits - 1) > 1e-3
 
 
 def test_any_layout_resumes_from_any_other(routine: Any) -> None:
@@ -394,7 +424,7 @@ def test_only_the_first_replica_writes(routine: Any) -> None:
         for rank in range(LAYOUTS[name].processes):
             seen = json.loads((folder / f"saved-dense-{name}-{rank}.json").read_text())
             own = {file for file in seen if file.endswith(".distcp")}
-            files = {f"__{rank}_0.distcp", f"optimizer__{rank}_0.distcp"}
+            files = {f"{kind}__{rank}_0.distcp" for kind in ("", "ema", "optimizer")}
             assert own == (files if rank < writers else set()), (name, rank)
             assert rank == 0 or seen.keys() == own
 

@@ -246,7 +246,7 @@ def checkpoint_bytes(layout: ParallelLayout) -> int:
     """Return the size of a checkpoint: weights and optimizer state."""
     recipe = layout.recipe
     width = 2 if recipe.precision == "bf16" else 4
-    return round((width + recipe.optimizer.moment_bytes(width)) * layout.need.parameters)
+    return round((width + recipe.state_bytes(width)) * layout.need.parameters)
 
 
 def _ranked(
