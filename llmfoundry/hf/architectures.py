@@ -44,6 +44,8 @@ OFF: dict[str, Any] = {  # optional parts of all layers, and their value where t
     SCALE: None,
     SHARED: None,
     "attn_config.sinks": False,
+    "ffn_config.glu_limit": None,
+    "ffn_config.moe_router_bias": None,
     "ffn_config.uniform_expert_assignment": None,  # None: also what is false, in a plain config
     "ffn_config.moe_force_balance": None,
 }

@@ -155,6 +155,8 @@ def norm_maker(name: str) -> Callable[..., nn.Module]:
 class FFN(nn.Module):
     """Feed-forward layer: down(act(up x)), or as a GLU down(act(gate x) * up x).
 
+    `ops.activations.clamped` has the GLU with glu_limit.
+
     Args:
         config: resolved model configuration.
         gated: build a GLU.
@@ -167,7 +169,7 @@ class FFN(nn.Module):
         super().__init__()
         ffn, d, bias = config.ffn_config, config.d_model, not config.no_bias
         hidden = hidden or ffn.ffn_hidden_size
-        self.act = from_text(to_text(*ffn.activation)).function
+        self.act = from_text(to_text(*ffn.glu_activation))
         self.up_proj = Linear(d, hidden, bias=bias)
         self.gate_proj = Linear(d, hidden, bias=bias) if gated else None
         self.down_proj = Linear(hidden, d, bias=bias)
@@ -175,8 +177,9 @@ class FFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform x (B, T, D) token by token."""
         if self.gate_proj is None:
-            return self.down_proj(self.act(self.up_proj(x)))
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(self.act.function(self.up_proj(x)))
+        gate = self.act.function(self.gate_proj(x))
+        return self.down_proj(gate * self.act.up(self.up_proj(x)))
 
 
 FFNS: dict[str, Callable[[ResolvedModelConfig], FFN]] = {  # `dmoe` is in models/moe.py

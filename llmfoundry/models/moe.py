@@ -61,7 +61,7 @@ class ExpertWeights(nn.Module):
         super().__init__()
         ffn, self.d = config.ffn_config, config.d_model
         self.n, self.f = ffn.moe_num_experts, ffn.ffn_hidden_size
-        self.activation = to_text(*ffn.activation)
+        self.activation = to_text(*ffn.glu_activation)
         self.lora: dict[str, LowRank] = {}
         outputs = {"w1": self.f, "v1": self.f, "w2": self.d}
         for name, width in outputs.items():

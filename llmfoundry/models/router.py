@@ -40,7 +40,7 @@ class Router(Linear):
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         ffn = config.ffn_config
-        super().__init__(config.d_model, ffn.moe_num_experts, bias=False)
+        super().__init__(config.d_model, ffn.moe_num_experts, bias=bool(ffn.moe_router_bias))
         self.config, self.jitter = ffn, ffn.moe_jitter_eps
         if ffn.moe_balancing == "bias":
             self.register_buffer("bias_steps", torch.zeros(ffn.moe_num_experts, dtype=torch.int32))
@@ -61,7 +61,8 @@ class Router(Linear):
 
     def base(self, x: Tensor) -> Tensor:
         """Return logits without an adapter."""
-        return WideLinear.apply(x, self.weight)
+        logits = WideLinear.apply(x, self.weight)
+        return logits if self.bias is None else logits + self.bias
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the k experts with the highest scores for each token.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+GLU_LIMIT = "glu_limit"
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805  # Klambauer et al., 2017
 
 
@@ -29,10 +30,35 @@ class Activation:
     Attributes:
         function: of the input; arguments by keyword.
         backward: of the gradient of the output and the input; the same arguments.
+        limit: of a clamped GLU (gpt-oss), see `clamped`; None: a GLU is function(gate) * up.
     """
 
     function: Callable[..., Tensor]
     backward: Callable[..., Tensor]
+    limit: float | None = None
+
+    def up(self, x: Tensor) -> Tensor:
+        """Return the factor of a GLU from the output of its up projection."""
+        return x if self.limit is None else x.clamp(-self.limit, self.limit) + 1
+
+    def up_backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the up projection from that of the factor."""
+        return grad if self.limit is None else grad * (x.abs() <= self.limit)
+
+
+def clamped(activation: Activation, limit: float) -> Activation:
+    """Return the activation of a clamped GLU: act(min(gate, limit)) * (clamp(up) + 1).
+
+    The up projection is clamped to [-limit, limit].
+    """
+
+    def function(x: Tensor) -> Tensor:
+        return activation.function(x.clamp(max=limit))
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        return activation.backward(grad * (x <= limit), x.clamp(max=limit))
+
+    return Activation(function, backward, limit)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -147,16 +173,18 @@ ACTIVATIONS: dict[str, Activation] = {
 def from_text(text: str) -> Activation:
     """The activation that a text such as `leaky_relu negative_slope=0.1` names.
 
-    Custom operators take plain values, so that name and arguments travel as one text.
+    Custom operators take plain values, so that name and arguments travel as one text. The argument
+    glu_limit makes it that of a clamped GLU.
     """
     name, *pairs = text.split()
     activation = ACTIVATIONS[name]
     arguments = dict(_argument(pair) for pair in pairs)
-    if not arguments:
-        return activation
-    return Activation(
-        partial(activation.function, **arguments), partial(activation.backward, **arguments)
-    )
+    limit = arguments.pop(GLU_LIMIT, None)
+    if arguments:
+        activation = Activation(
+            partial(activation.function, **arguments), partial(activation.backward, **arguments)
+        )
+    return activation if limit is None else clamped(activation, float(limit))
 
 
 def to_text(name: str, arguments: dict[str, Any]) -> str:

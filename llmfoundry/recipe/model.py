@@ -126,6 +126,12 @@ class FFNConfig:
     shared_expert_hidden_size: Annotated[int | None, WIDTH, _MOE] = None
     """Inner width of a shared expert, which processes every token with weight 1; unset: no shared
     expert."""
+    moe_router_bias: Annotated[bool | None, _MOE] = None
+    """A trained bias of the router (gpt-oss), which adds to its logits; unset: none."""
+    glu_limit: Annotated[float | None, POSITIVE] = None
+    """Clamped GLU of gpt-oss: the gate is at most this number, the up projection is clamped between
+    minus and plus this number, and 1 is added to it. Only with ffn_type=mptglu or mlp_type=glu;
+    unset: no clamp."""
     uniform_expert_assignment: Annotated[bool | None, _MOE] = None
     """For speed measurements: assign experts in turn, with the weights of the experts that the
     router selects."""
@@ -137,11 +143,17 @@ class FFNConfig:
 
     @property
     def activation(self) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of the activation function."""
+        """Name and arguments of the activation function, without glu_limit."""
         if isinstance(self.ffn_act_fn, str):
             return self.ffn_act_fn, {}
         arguments = dict(self.ffn_act_fn)
         return str(arguments.pop("name", "")), arguments
+
+    @property
+    def glu_activation(self) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of the activation function, with glu_limit."""
+        name, arguments = self.activation
+        return name, arguments | ({} if self.glu_limit is None else {"glu_limit": self.glu_limit})
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid value."""
@@ -149,6 +161,9 @@ class FFNConfig:
             return
         yield from self._check_moe(key)
         yield from self._check_activation(f"{key}ffn_act_fn")
+        if self.ffn_type != "mptglu" and self.mlp_type != "glu":
+            why = "without ffn_type: mptglu or mlp_type: glu"
+            yield from inert(key, self, ["glu_limit"], why)
 
     def _check_moe(self, key: str) -> Iterator[str]:
         """Check the keys of a mixture of experts."""

@@ -205,6 +205,11 @@ def _hidden(width: int) -> Change:
     return change
 
 
+def _glu_limit(config: ModelConfig) -> ModelConfig | None:
+    is_glu = config.ffn_config.ffn_type == "mptglu" or config.ffn_config.mlp_type == "glu"
+    return put("ffn_config.glu_limit", 0.4)(config) if is_glu else None
+
+
 KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed alone
     "d_model": _width,
     "n_heads": _three_heads,
@@ -254,6 +259,8 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     "ffn_config.ffn_hidden_size": _hidden(40),
     "ffn_config.moe_num_experts": _experts,
     "ffn_config.moe_top_k": _moe(moe_top_k=lambda ffn: ffn.moe_top_k + 1),
+    "ffn_config.glu_limit": _glu_limit,
+    "ffn_config.moe_router_bias": _moe(moe_router_bias=True),
     "ffn_config.mlp_type": _moe(mlp_type="mlp"),
     "ffn_config.moe_normalize_expert_weights": _moe(
         moe_normalize_expert_weights=lambda ffn: None if ffn.moe_normalize_expert_weights else 2.0

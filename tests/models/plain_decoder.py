@@ -273,7 +273,10 @@ def document_logits(tokens: Tensor, w: Weights, config: ModelConfig) -> Tensor:
             continue
         up = linear(h, w, f"{b}.ffn.up_proj")
         if config.ffn_config.ffn_type == "mptglu":
-            inner = activation(linear(h, w, f"{b}.ffn.gate_proj"), act) * up
+            gate, limit = linear(h, w, f"{b}.ffn.gate_proj"), config.ffn_config.glu_limit
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+            inner = activation(gate, act) * up
         else:
             inner = activation(up, act)
         x = x + linear(inner, w, f"{b}.ffn.down_proj")

@@ -24,7 +24,7 @@ def mixture(x: Tensor, w: Weights, name: str, ffn: FFNConfig, act: Act) -> Tenso
 
 
 def _of_token(x: Tensor, w: Weights, name: str, ffn: FFNConfig, act: Act) -> Tensor:
-    logits = w[f"{name}router.weight"] @ x
+    logits = w[f"{name}router.weight"] @ x + w.get(f"{name}router.bias", 0.0)
     scores = logits.exp() / logits.exp().sum()
     chosen, p = choice(scores, ffn.moe_top_k), ffn.moe_normalize_expert_weights
     norm = 1.0 if p is None else sum(scores[e] ** p for e in chosen) ** (1 / p)
@@ -43,9 +43,11 @@ def _expert(x: Tensor, w: Weights, name: str, e: int, ffn: FFNConfig, act: Act) 
         stacked = w.get(f"{name}{layer}_bias")
         return 0.0 if stacked is None else stacked[e * width : (e + 1) * width]
 
-    h = act(w[f"{name}w1"][rows] @ x + bias("w1", f))
+    gate = w[f"{name}w1"][rows] @ x + bias("w1", f)
+    h = act(gate if ffn.glu_limit is None else gate.clamp(max=ffn.glu_limit))
     if ffn.mlp_type == "glu":
-        h = h * (w[f"{name}v1"][rows] @ x + bias("v1", f))
+        up = w[f"{name}v1"][rows] @ x + bias("v1", f)
+        h = h * (up if ffn.glu_limit is None else up.clamp(-ffn.glu_limit, ffn.glu_limit) + 1)
     return w[f"{name}w2"][rows].T @ h + bias("w2", len(x))
 
 

@@ -55,7 +55,8 @@ def expected_ffn(ffn: FFNConfig, d: int, *, bias: bool) -> int:
     if ffn.ffn_type != "dmoe":
         return layer(ffn.ffn_hidden_size)
     shared = layer(ffn.shared_expert_hidden_size) if ffn.shared_expert_hidden_size else 0
-    return d * ffn.moe_num_experts + ffn.moe_num_experts * layer(ffn.ffn_hidden_size) + shared
+    router = (d + bool(ffn.moe_router_bias)) * ffn.moe_num_experts
+    return router + ffn.moe_num_experts * layer(ffn.ffn_hidden_size) + shared
 
 
 def expected_parameters(config: ModelConfig) -> int:

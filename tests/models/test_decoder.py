@@ -143,6 +143,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "no_bias": True,
         "tie_word_embeddings": False,
     },
+    "glu-limit": {"ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": "silu", "glu_limit": 0.2}},
+    "gpt-oss": {
+        "ffn_config": {
+            "ffn_type": "dmoe",
+            "mlp_type": "glu",
+            "ffn_act_fn": "quick_gelu",
+            "glu_limit": 0.7,
+            "ffn_hidden_size": 20,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+            "moe_router_bias": True,
+            "moe_normalize_expert_weights": 1,
+        },
+        "attn_config": {"rope": True, "sinks": True, "sliding_window_size": 4, **GQA},
+        "norm_type": "rmsnorm",
+        "tie_word_embeddings": False,
+    },
     "tanh": {"ffn_config": {"ffn_act_fn": "gelu_tanh"}, "expansion_ratio": 1.5},
     "relu": {"ffn_config": {"ffn_act_fn": "relu", "ffn_hidden_size": 20}},
     "rmsnorm": {"norm_type": "rmsnorm", "norm_eps": 1e-3},
@@ -306,7 +323,7 @@ def test_activations_are_their_formulas(name: str) -> None:
     x = torch.linspace(-7, 7, 101, dtype=torch.float64)
     for written in (name, {"name": name, **arguments}):
         config = make_config(ffn_config={"ffn_act_fn": written})
-        act = FFNS["mptmlp"](config).act
+        act = FFNS["mptmlp"](config).act.function
         torch.testing.assert_close(act(x), activation(x, written), rtol=1e-9, atol=1e-9)
 
 

@@ -35,6 +35,7 @@ LAYERS = {
     "tanh-GELU": Layer(activation="gelu_tanh", gated=False),
     "ReLU": Layer(activation="relu"),
     "another activation": Layer(activation="leaky_relu negative_slope=0.1"),
+    "clamped GLU": Layer(activation="quick_gelu glu_limit=0.8"),
     "one choice": Layer(top_k=1),
     "every choice": Layer(top_k=6),
     "one expert": Layer(experts=1, top_k=1),

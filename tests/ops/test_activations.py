@@ -14,7 +14,11 @@ WITH_ARGUMENTS = {
     for name, keys in IN_RECIPE.items()
     if keys
 }
-CASES = {**{name: name for name in ACTIVATIONS}, **WITH_ARGUMENTS}
+LIMITED = {
+    "with a limit": "silu glu_limit=2.5",
+    "both": "leaky_relu negative_slope=0.1 glu_limit=2",
+}
+CASES = {**LIMITED, **{name: name for name in ACTIVATIONS}, **WITH_ARGUMENTS}
 
 
 @pytest.mark.parametrize("text", CASES.values(), ids=CASES.keys())
@@ -24,6 +28,17 @@ def test_derivative_is_autograds(text: str) -> None:
     grad = torch.randn(999, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     (expected,) = torch.autograd.grad(act.function(x), x, grad)
     torch.testing.assert_close(act.backward(grad, x.detach()), expected)
+
+
+def test_the_up_projection_of_a_clamped_glu_is_clamped_and_plus_one() -> None:
+    act = from_text("silu glu_limit=2.5")
+    x = torch.linspace(-8, 8, 999, dtype=torch.float64).requires_grad_()
+    up = act.up(x)
+    assert (up.min(), up.max()) == (-1.5, 3.5)
+    torch.testing.assert_close(up[450], x[450] + 1)
+    grad = torch.randn(999, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (expected,) = torch.autograd.grad(up, x, grad)
+    torch.testing.assert_close(act.up_backward(grad, x.detach()), expected)
 
 
 def test_every_activation_of_the_recipe_is_here() -> None:

@@ -37,7 +37,9 @@ def test_reference_is_the_formula_token_by_token(layer: Layer) -> None:
             h = w.w1[e] @ x[t] + (0 if w.b1 is None else w.b1[e])
             h = w.act.function(h)
             if w.v1 is not None:
-                h = h * (w.v1[e] @ x[t] + (0 if w.bv is None else w.bv[e]))
+                up = w.v1[e] @ x[t] + (0 if w.bv is None else w.bv[e])
+                limit = w.act.limit
+                h = h * (up if limit is None else up.clamp(-limit, limit) + 1)
             y = h @ w.w2[e] + (0 if w.b2 is None else w.b2[e])
             expected = expected.index_add(0, torch.tensor([t]), (weights[t, choice] * y)[None])
     mine = run(layer, "torch", torch.float64)

@@ -231,11 +231,13 @@ def _glu_backward(
     Writes <dh, h>, the gradient of the router weights, to `inner` (M,), and the gradient of b to
     the memory of dh. Returns h and the gradient of a.
     """
-    s = act.function(a)
-    h = s if b is None else s * b
+    s, up = act.function(a), None if b is None else act.up(b)
+    h = s if up is None else s * up
     torch.linalg.vecdot(dh.to(inner.dtype), h.to(inner.dtype), out=inner)
-    da = act.backward(dh if b is None else dh * b, a)
+    da = act.backward(dh if up is None else dh * up, a)
     dh *= s
+    if b is not None and act.limit is not None:
+        dh.copy_(act.up_backward(dh, b))
     return h, da
 
 

@@ -242,9 +242,10 @@ def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
-    """Return act(a) * b, (N, f) each, or act(a) if b is None."""
-    s = from_text(activation).function(a)
-    return s if b is None else s * b
+    """Return act(a) * b, (N, f) each, or act(a) if b is None; b is clamped in a clamped GLU."""
+    act = from_text(activation)
+    s = act.function(a)
+    return s if b is None else s * act.up(b)
 
 
 def glu_backward(
@@ -267,12 +268,12 @@ def glu_backward(
         gradient of the router weights (T, k).
     """
     act, weight = from_text(activation), weights.flatten()[order][:, None]
-    s = act.function(a)
-    h = s if b is None else s * b
+    s, up = act.function(a), None if b is None else act.up(b)
+    h = s if up is None else s * up
     inner = row_dots(dh, h, order, weights)
     dh = (dh * weight).to(a.dtype)
-    da = act.backward(dh if b is None else dh * b, a)
-    db = None if b is None else dh * s
+    da = act.backward(dh if up is None else dh * up, a)
+    db = None if b is None else act.up_backward(dh * s, b)
     return (h * weight).to(a.dtype), da, db, inner
 
 

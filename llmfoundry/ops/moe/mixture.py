@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from llmfoundry.ops.activations import Activation
 from llmfoundry.ops.devices import has_autocast, kind_of, planned
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
@@ -131,9 +132,9 @@ def reference(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tensor
     # unbind, not w1[e]: the gradient of an index is as large as the whole stack
     every = w.every()
     stacks = [[None] * len(counts) if t is None else t.unbind(0) for t in every]
-    function = w.act.function
+    act = w.act
     parts = zip(segments, *stacks, strict=True)
-    rows = torch.cat([_expert(*part, act=function) for part in parts])  # (T * k, d)
+    rows = torch.cat([_expert(*part, act=act) for part in parts])  # (T * k, d)
     picked = rows[inverse].view(*weights.shape, x.shape[1])  # (T, k, d)
     return (picked * weights[..., None]).sum(1).to(x.dtype)
 
@@ -147,15 +148,15 @@ def _expert(
     bv: Tensor | None,
     b2: Tensor | None,
     *low: Tensor | None,
-    act: Callable[[Tensor], Tensor],
+    act: Activation,
 ) -> Tensor:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, place: int) -> Tensor:
         y, a, b = F.linear(x, weight, bias), *low[place : place + 2]
         return y if a is None or b is None else y + F.linear(F.linear(x, a), b)
 
-    h = act(product(x, w1, b1, 0))  # (rows of e, f)
+    h = act.function(product(x, w1, b1, 0))  # (rows of e, f)
     if v1 is not None:
-        h = h * product(x, v1, bv, 2)
+        h = h * act.up(product(x, v1, bv, 2))
     return product(h, w2.T, b2, 4)  # (rows of e, d)
 
 
@@ -177,7 +178,7 @@ def megablocks(x: Tensor, weights: Tensor, experts: Tensor, w: Experts) -> Tenso
     rows = ops.gather(x, order, by_expert, ends, top_k)
     h = w.act.function(gmm(rows, w.w1, counts, trans_b=True))
     if w.v1 is not None:
-        h = h * gmm(rows, w.v1, counts, trans_b=True)
+        h = h * w.act.up(gmm(rows, w.v1, counts, trans_b=True))
     y_rows = gmm(h, w.w2, counts)
     return ops.scatter(y_rows, order, by_expert, weights.flatten(), ends, top_k)
 
