@@ -6,13 +6,18 @@ in memory, it computes the loss and adds the chunk's part to the gradients. The 
 the cross-entropy only scales these gradients. For log-probabilities the upstream gradient differs
 per token and is known only in the backward pass, which recomputes the logits of each chunk. This
 costs a fourth matmul over the head and no memory.
+
+Between the matmuls, PyTorch operations (`_plain_loss`) or, on CUDA, one kernel of `loss_triton.py`
+(`_fused_loss`) turn the logits of a chunk into losses and gradients. `has_kernel` selects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,11 +95,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         run = HeadPass(hidden, weight, labels, options, wants=wants)
         total = hidden.new_zeros((), dtype=run.wide)
         for part in run.parts():
-            nats = run.nats(part)
             factor = None if weights is None else weights[part, None]
+            nats = run.nats(part, factor)
             total += (nats if factor is None else nats * factor).sum()
-            if any(wants):
-                run.add_gradients(part, factor)
         ctx.save_for_backward(run.grad_hidden, run.grad_weight)
         ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
         return total
@@ -169,8 +172,7 @@ class _LinearLogProbs(torch.autograd.Function):
         run = HeadPass(hidden, weight, labels, ctx.options, wants=ctx.needs_input_grad[:2])
         factor = -ctx.options.scale * grad[:, None]
         for part in run.parts():
-            run.nats(part)
-            run.add_gradients(part, factor[part])
+            run.nats(part, factor[part])
         grad_weight = None if run.grad_weight is None else run.grad_weight.to(weight.dtype)
         return run.grad_hidden, grad_weight, None, None
 
@@ -204,11 +206,34 @@ def chunk_tokens(vocab_size: int, device: torch.device, asked: int | None = None
 def logit_bytes(device: torch.device, *, capped: bool) -> int:
     """Return the peak memory in bytes per logit of a chunk.
 
-    Peak memory holds fp32 logits and their softmax, later the softmax and its bf16 copy for the
-    matmuls of the gradient, and with a softcap also its derivative. On a CPU, the softmax
-    overwrites the logits, and scratch memory is added.
+    The kernel writes the gradient over the fp32 logits. PyTorch operations hold logits and their
+    softmax, later the softmax and its bf16 copy for the matmuls of the gradient, and with a softcap
+    also its derivative. On a CPU, the softmax overwrites the logits, and scratch memory is added.
     """
+    if has_kernel(device, torch.float32):
+        return 4
     return 8 if kind_of(device) == "cuda" and not capped else 12
+
+
+def logit_traffic(grad_dtype: torch.dtype | None) -> int:
+    """Return the bytes per logit that the kernel reads and writes: 10 with bf16 gradients.
+
+    Args:
+        grad_dtype: dtype of the gradients; None: only the loss is computed.
+    """
+    return 4 if grad_dtype is None else 4 + 4 + grad_dtype.itemsize
+
+
+def has_kernel(device: torch.device, wide: torch.dtype) -> bool:
+    """Return whether the kernel computes the loss: on CUDA with Triton, unless in float64."""
+    if kind_of(device) != "cuda" or wide != torch.float32:
+        return False
+    return planned() is not None or _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def sums_wide(device: torch.device, dtype: torch.dtype) -> bool:
@@ -288,7 +313,7 @@ class HeadOptions:
 
 
 class HeadPass:
-    """One pass over all chunks. For each chunk, call `nats` and then, optionally, `add_gradients`.
+    """One pass over all chunks. For each chunk, call `nats`.
 
     Attributes:
         wide: dtype of softmax and sums: fp32 or float64.
@@ -314,82 +339,177 @@ class HeadPass:
             options: settings for the logits.
             wants: whether to compute the gradients of hidden states and of the head.
         """
-        dtype, self._shard = options.dtype, options.shard
+        dtype = options.dtype
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.grad_hidden = torch.empty_like(hidden) if wants[0] else None
         self.grad_weight = torch.zeros_like(weight, dtype=self.wide) if wants[1] else None
         self._hidden, self._labels, self._weight = hidden, labels, weight.to(dtype)
         self._chunk = chunk_tokens(weight.shape[0], weight.device, options.chunk)
-        self._cap = (options.scale, options.softcap)
+        self._options, self._wants = options, any(wants)
         self._products: _Wide | _Scratch = (
             _Wide(dtype)
             if sums_wide(weight.device, dtype)
             else _Scratch(min(self._chunk, len(hidden)), weight, dtype, self.wide)
         )
-        self._low_hidden = self._shares = self._nothing = hidden.new_empty(0)
-        self._keep = self._mine = self._index = labels.new_empty(0)
-        self._slope: Tensor | None = None
 
     def parts(self) -> Iterator[slice]:
         """Yield the chunks of tokens, in order."""
         for start in range(0, len(self._hidden), self._chunk):
             yield slice(start, start + self._chunk)
 
-    def nats(self, part: slice) -> Tensor:
-        """Return (n, 1), -log softmax(cap(hidden @ weight.T))[label] of a chunk; 0 if unlabeled."""
-        # logits (n, V)
-        target = self._labels[part]
-        self._shares, self._slope = self._nothing, None  # free the previous chunk's memory
-        self._low_hidden = self._hidden[part].to(self._weight.dtype)
-        logits = self._products.logits(self._low_hidden, self._weight)
-        self._slope = _cap_in_place(logits, *self._cap)
-
-        # the column of each label, if this rank has it
-        self._keep = (target != IGNORE)[:, None]
-        self._mine, column = self._keep, target[:, None]
-        if self._shard is not None:
-            column = column - self._shard.first
-            self._mine = self._keep & (column >= 0) & (column < len(self._weight))
-        self._index = torch.where(self._mine, column, 0)
-        at_target, peak = logits.gather(1, self._index), logits.amax(-1, keepdim=True)
-
-        # softmax, in place on a CPU; PyTorch does not guarantee that on other devices
-        on_cpu = kind_of(logits.device) == "cpu"
-        shares = self._shares = torch.softmax(logits, -1, out=logits if on_cpu else None)
-        # log-sum-exp from the largest probability, which is never zero
-        log_sum = peak - shares.amax(-1, keepdim=True).log()
-
-        # with a sharded head, over all ranks
-        if self._shard is not None:
-            local_log_sum = log_sum
-            local_target = torch.where(self._mine, at_target, 0)
-            log_sum, at_target = self._shard.meet(local_log_sum, local_target)
-            shares.mul_((local_log_sum - log_sum).exp())
-        return torch.where(self._keep, log_sum - at_target, 0.0)
-
-    def add_gradients(self, part: slice, factor: Tensor | None) -> None:
-        """Add the gradients of the chunk of the last `nats` call.
-
-        The caller applies the factor `scale` of the logits.
+    def nats(self, part: slice, factor: Tensor | None = None) -> Tensor:
+        """Compute the losses of a chunk, and add its gradients if any are wanted.
 
         Args:
             part: the chunk.
-            factor: (n, 1), upstream gradient of the nats; None: 1.
+            factor: (n, 1), upstream gradient of the nats; None: 1. The caller applies the factor
+                `scale` of the logits to the gradients.
+
+        Returns:
+            (n, 1), -log softmax(cap(hidden @ weight.T))[label]; 0 if unlabeled.
         """
-        shares, keep = self._shares, self._keep
-        # gradient of the logits: softmax - 1 at the label; one index per row is deterministic
-        one = 1 if self._shard is None else self._mine.to(shares.dtype)
-        shares.scatter_(1, self._index, shares.gather(1, self._index) - one)
-        if self._slope is not None:
-            shares.mul_(self._slope)
-        if factor is not None:
-            shares.mul_(factor)
-        low_grad = self._products.narrow(shares)
-        # mask unlabeled tokens in tensors of width D, which is cheaper than in width V
+        low_hidden = self._hidden[part].to(self._weight.dtype)
+        target, options = self._labels[part], self._options
+        is_fused = has_kernel(self._weight.device, self.wide)
+        # no variable holds the logits, so that PyTorch operations can free them
+        loss = (_fused_loss if is_fused else _plain_loss)(
+            self._products.logits(low_hidden, self._weight), target, factor, options, self._wants
+        )
+        if loss.grad is None:
+            return loss.nats
+        low_grad = loss.grad if is_fused else self._products.narrow(loss.grad)
+        # PyTorch operations do not mask unlabeled tokens in tensors of width V; it is cheaper in D
+        keep = None if is_fused else (target != IGNORE)[:, None]
         if self.grad_hidden is not None:
-            self.grad_hidden[part] = torch.mm(low_grad, self._weight) * keep
+            grad_hidden = torch.mm(low_grad, self._weight)
+            self.grad_hidden[part] = grad_hidden if keep is None else grad_hidden * keep
         if self.grad_weight is not None:
-            self._products.add_product(self.grad_weight, low_grad, self._low_hidden * keep)
+            low_hidden = low_hidden if keep is None else low_hidden * keep
+            self._products.add_product(self.grad_weight, low_grad, low_hidden)
+        return loss.nats
+
+
+class LogitLoss(NamedTuple):
+    """Loss of a chunk of n tokens.
+
+    Attributes:
+        nats: (n, 1), -log softmax(capped logits)[label]; 0 if unlabeled.
+        grad: (n, V), gradient of the capped and scaled logits, divided by the scale: in the dtype
+            of matmuls from the kernel, in that of the logits from PyTorch operations, where rows of
+            unlabeled tokens are undefined. None: not computed.
+    """
+
+    nats: Tensor
+    grad: Tensor | None
+
+
+def _plain_loss(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, options: HeadOptions, wants: bool
+) -> LogitLoss:
+    """Return the loss of uncapped logits (n, V), which are overwritten, in PyTorch operations."""
+    slope = _cap_in_place(logits, options.scale, options.softcap)
+
+    # the column of each label, if this rank has it
+    shard, keep, column = options.shard, (labels != IGNORE)[:, None], labels[:, None]
+    mine = keep
+    if shard is not None:
+        column = column - shard.first
+        mine = keep & (column >= 0) & (column < logits.shape[1])
+    index = torch.where(mine, column, 0)
+    at_target, peak = logits.gather(1, index), logits.amax(-1, keepdim=True)
+
+    # softmax, in place on a CPU; PyTorch does not guarantee that on other devices
+    on_cpu = kind_of(logits.device) == "cpu"
+    shares = torch.softmax(logits, -1, out=logits if on_cpu else None)
+    del logits
+    # log-sum-exp from the largest probability, which is never zero
+    log_sum = peak - shares.amax(-1, keepdim=True).log()
+
+    # with a sharded head, over all ranks
+    if shard is not None:
+        local_log_sum = log_sum
+        local_target = torch.where(mine, at_target, 0)
+        log_sum, at_target = shard.meet(local_log_sum, local_target)
+        shares.mul_((local_log_sum - log_sum).exp())
+    nats = torch.where(keep, log_sum - at_target, 0.0)
+    if not wants:
+        return LogitLoss(nats, None)
+
+    # gradient of the logits: softmax - 1 at the label; one index per row is deterministic
+    one = 1 if shard is None else mine.to(shares.dtype)
+    shares.scatter_(1, index, shares.gather(1, index) - one)
+    if slope is not None:
+        shares.mul_(slope)
+    if factor is not None:
+        shares.mul_(factor)
+    return LogitLoss(nats, shares)
+
+
+def _fused_loss(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, options: HeadOptions, wants: bool
+) -> LogitLoss:
+    """Return the loss of uncapped fp32 logits (n, V), which are overwritten, by the kernel.
+
+    With a sharded head it runs twice, as the log-sum-exp needs communication.
+    """
+    run, shard, grad_dtype = torch.ops.llmfoundry.logit_pass, options.shard, options.dtype
+    settings = (None if shard is None else shard.first, options.scale, options.softcap)
+    local_dtype = grad_dtype if wants and shard is None else None
+    log_sum, at_target = run(logits, labels, factor, None, *settings, local_dtype)
+    if shard is not None:
+        log_sum, at_target = shard.meet(log_sum, at_target)
+        if wants:
+            run(logits, labels, factor, log_sum, *settings, grad_dtype)
+    nats = torch.where((labels != IGNORE)[:, None], log_sum - at_target, 0.0)
+    if not wants:
+        return LogitLoss(nats, None)
+    return LogitLoss(nats, logits.view(grad_dtype)[:, : logits.shape[1]])
+
+
+@torch.library.custom_op(
+    "llmfoundry::logit_pass",
+    mutates_args=("logits",),
+    schema="(Tensor(a!) logits, Tensor labels, Tensor? factor, Tensor? log_sum, int? first,"
+    " float scale, float? softcap, ScalarType? grad_dtype) -> (Tensor, Tensor)",
+)
+def logit_pass(
+    logits: Tensor,
+    labels: Tensor,
+    factor: Tensor | None,
+    log_sum: Tensor | None,
+    first: int | None,
+    scale: float,
+    softcap: float | None,
+    grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel over uncapped logits; an operator, so that it runs on fake tensors, too.
+
+    Args:
+        logits: (n, V), fp32. Gradients are written to the start of each row.
+        labels: (n,), int64.
+        factor: (n, 1), upstream gradient; None: 1.
+        log_sum: (n, 1), log-sum-exp over the vocabulary of all ranks; None: it is computed.
+        first: token id of the first column of a sharded head; None: the head is not sharded.
+        scale: factor on the logits.
+        softcap: as in `cap`.
+        grad_dtype: dtype of the gradients; None: they are not computed.
+
+    Returns:
+        Log-sum-exp and the label's logit over these columns, (n, 1) each; both undefined if
+        `log_sum` is passed, and 0 for unlabeled tokens.
+    """
+    from llmfoundry.ops import loss_triton
+
+    return loss_triton.logit_pass(
+        logits, labels, factor, log_sum, first, scale, softcap, grad_dtype
+    )
+
+
+@logit_pass.register_fake
+def _(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, log_sum: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1)
 
 
 class _Wide:
@@ -441,7 +561,7 @@ class _Scratch:
     def add_product(self, total: Tensor, low_grad: Tensor, low_hidden: Tensor) -> None:
         """Add low_grad.T @ low_hidden to total (V, D), in fp32 or wider."""
         if self.low is self.wide:
-            total.addmm_(low_grad.T, low_hidden)
+            torch.addmm(total, low_grad.T, low_hidden, out=total)
             return
         if self._product is None:
             self._product = torch.empty_like(total, dtype=low_grad.dtype)

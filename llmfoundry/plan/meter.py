@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from llmfoundry.ops.devices import planned
+from llmfoundry.ops.loss import logit_traffic
 from llmfoundry.ops.moe.mixture import BODIES
 from llmfoundry.ops.torch_private import is_recomputing
 
@@ -341,6 +342,13 @@ class Meter(LiveBytes):
             work.update({**done, "launches": 1, "fused_launches": 1})
             return
 
+        # the loss has a kernel of its own, which is never compiled
+        if name.startswith(LOSS):
+            self._end_group()
+            moved = logit_traffic(args[-1]) * args[0].numel()
+            work.update(moved=moved, fused=moved, launches=1, fused_launches=1)
+            return
+
         # all other operations are memory-bound, apart from allocations and views
         if name.startswith(FREE):
             return
@@ -376,6 +384,7 @@ class Meter(LiveBytes):
 
 
 MESSAGES = ("_c10d_functional::", "c10d::")
+LOSS = "llmfoundry::logit_pass"
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::_local_scalar_dense")
 PICKS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index.Tensor")
 BACKWARD_OF_FORWARD = 2.5

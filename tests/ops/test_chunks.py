@@ -34,22 +34,30 @@ CASES: dict[str, tuple[int, int, dict[str, float]]] = {  # tokens, vocabulary, s
     "capped": (8_192, 50_304, {"softcap": 30.0}),
 }
 SCRIPT = """
-import json, weakref
+import collections, json, weakref
 from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.ops.loss import linear_cross_entropy
 
 class Watched(TorchDispatchMode):
-    def __init__(self):
+    def __init__(self, vocabulary):
         super().__init__()
+        self.vocabulary = vocabulary
         self.products, self.live, self.peak, self.seen = [], 0, 0, set()
+        self.touched = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        wide = [t for t in (*args, out) if isinstance(t, torch.Tensor) and self.is_wide(t)]
+        if wide and not func.is_view and func is not torch.ops.prim.device.default:
+            self.touched[str(func)] += 1
         if isinstance(out, torch.Tensor):
             self.hold(out.untyped_storage())
             if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
                 self.products.append((str(func), list(out.shape), str(out.dtype)))
         return out
+
+    def is_wide(self, t):
+        return t.ndim == 2 and self.vocabulary in t.shape and WIDTH not in t.shape
 
     def hold(self, storage):
         if storage._cdata not in self.seen:
@@ -66,11 +74,11 @@ def watch(tokens, vocab, settings):
     hidden = torch.empty(tokens, WIDTH, device="cuda", requires_grad=True)
     weight = torch.empty(vocab, WIDTH, device="cuda", requires_grad=True)
     labels = torch.empty(tokens, dtype=torch.int64, device="cuda")
-    with Watched() as watched:
+    with Watched(vocab) as watched:
         loss = linear_cross_entropy(hidden, weight, labels, **settings)
     loss.backward()
     assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
-    return {"peak": watched.peak, "products": watched.products}
+    return {"peak": watched.peak, "products": watched.products, "touched": watched.touched}
 
 torch.set_autocast_dtype("cuda", torch.bfloat16)
 torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks the device whether it can
@@ -122,6 +130,17 @@ def test_a_chunk_holds_the_bytes_that_the_estimate_counts(name: str) -> None:
     counted = logit_bytes(CUDA, capped="softcap" in settings) * tokens * vocab
     ends = (4 + 2) * (vocab + tokens) * WIDTH  # gradients, and what the products read, in bf16
     assert watched()[name]["peak"] == pytest.approx(counted + ends, rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_matmuls_and_the_kernel_touch_logits(name: str) -> None:
+    chunks = sum(name == "aten.mm.dtype" for name, *_ in watched()[name]["products"])
+    assert watched()[name]["touched"] == {
+        "aten.mm.dtype": chunks,
+        "llmfoundry.logit_pass.default": chunks,
+        "aten.mm.default": chunks,  # gradients of hidden states
+        "aten.addmm.dtype_out": chunks,  # gradient of the head
+    }
 
 
 def test_more_chunks_hold_no_more_logits() -> None:

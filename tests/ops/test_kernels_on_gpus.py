@@ -196,6 +196,20 @@ def test_8_bit_kernels(kind: str, dtype: str, record_property: Record) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 2**-8), ("fp32", 2e-5)])
+def test_loss_kernel(dtype: str, bound: float, record_property: Record) -> None:
+    """By autograd of the plain formula in float64."""
+    pytest.importorskip("triton")
+    from tests.ops import loss_triton_interpreted as kernel
+
+    for name, (nats, grad) in kernel.distances(DTYPES[dtype], "cuda").items():
+        record_property(name, [nats, grad])
+        assert nats < 2e-5 and grad < bound, name
+    assert kernel.finite_losses("cuda") == []
+
+
+@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_chunked_loss(softcap: float | None, dtype: str, record_property: Record) -> None:

@@ -71,6 +71,17 @@ def test_products_are_three_times_the_parameters_that_a_token_meets(make: type) 
     assert counted.backward.of(1).attention == 2.5 * forward
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("amp_bf16", 10), ("fp32", 12)])
+def test_the_loss_moves_ten_bytes_a_logit_on_a_gpu(precision: str, expected: int) -> None:
+    ends = []
+    for vocabulary in (512, 1024):
+        recipe = make_recipe()
+        recipe.model.vocab_size, recipe.precision = vocabulary, precision
+        ends.append(count(recipe, Degrees(), device=GPU).ends.forward.row)
+    few, many = ends
+    assert many.moved - few.moved == many.fused - few.fused == expected * 512 * LENGTH
+
+
 def test_experts_in_fp32_are_counted_as_others() -> None:
     """A GPU multiplies them, though PyTorch's fake operator refuses."""
     exact, mixed = mixture(), mixture()
