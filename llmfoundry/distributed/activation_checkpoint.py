@@ -129,8 +129,7 @@ def _modules(block: nn.Module, part: str) -> list[nn.Module]:
     if part == "norm":
         return [block.norm_1, block.norm_2]
     if part == EXPERTS:
-        assert isinstance(block.ffn, MoE), "limits: the model has experts"
-        return [block.ffn.experts]
+        return [block.ffn.experts] if isinstance(block.ffn, MoE) else []
     return [block.attn if part == "attention" else block.ffn]
 
 

@@ -60,8 +60,8 @@ def parts(config: ResolvedModelConfig) -> list[tuple[nn.Module, int]]:
     """Return a decoder without blocks and each kind of block, with their multiplicities.
 
     They are on the meta device. The time does not grow with n_layers, so a recipe of absurd depth
-    is refused for its memory before it is built. There are two kinds of blocks: those that compute
-    keys and values, and those that reuse them. Results are cached, as a plan requests the same
+    is refused for its memory before it is built. Blocks compute keys and values or reuse them, and
+    have experts or, in a mixture, none. Results are cached, as a plan requests the same
     models thousands of times. Callers must not modify them.
     """
     key = repr(config)
@@ -77,16 +77,22 @@ MOST_PARTS = 16  # models in the cache
 
 
 def _make_parts(config: ResolvedModelConfig) -> list[tuple[nn.Module, int]]:
-    one_layer = dataclasses.replace(config, n_layers=1, block_overrides=None)
-    layers = (one_layer if config.block_overrides is None else config).layers()
-    reusing = [i for i, layer in enumerate(layers) if layer.kv_from != i]
-    kinds = [(0, config.n_layers - len(reusing))]  # the first block computes keys and values
-    if reusing:
-        kinds.append((reusing[0], len(reusing)))
+    n_dense = config.ffn_config.first_k_dense_replace or 0
+    few = config
+    if config.block_overrides is None:  # one layer of each kind, of as many as there are
+        few = dataclasses.replace(config, n_layers=n_dense + 1)
+    layers = few.layers()
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for i, layer in enumerate(layers):
+        kinds.setdefault((layer.kv_from != i, layer.is_dense), []).append(i)
     with torch.device("meta"):
-        without_blocks: nn.Module = Decoder(dataclasses.replace(one_layer, n_layers=0))
+        bare = dataclasses.replace(config, n_layers=0, block_overrides=None)
+        without_blocks: nn.Module = Decoder(bare)
         result = [(without_blocks, 1)]
-        for index, count in kinds:
+        for blocks in kinds.values():
+            index, count = blocks[0], len(blocks)
+            if index == len(layers) - 1:
+                count += config.n_layers - len(layers)
             result.append((Block(config, index, layers[index], is_reused=False), count))
     return result
 

@@ -34,7 +34,7 @@ from llmfoundry.models.attention import (
 )
 from llmfoundry.models.kv_cache import SlotCache, SlottedCache
 from llmfoundry.models.latent_attention import LatentAttention
-from llmfoundry.models.layers import FFNS, Embedding, Linear, norm_maker
+from llmfoundry.models.layers import FFN, FFNS, Embedding, Linear, norm_maker
 from llmfoundry.models.low_rank import head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
@@ -74,8 +74,14 @@ class Block(nn.Module):
         else:
             self.attn = Attention(config, index, layer, is_reused=is_reused)
         self.norm_2 = norm(config.d_model, eps=config.norm_eps, bias=bias)
-        ffn_type = config.ffn_config.ffn_type
-        self.ffn = MoE(config) if ffn_type == "dmoe" else FFNS[ffn_type](config)
+        ffn = config.ffn_config
+        self.ffn: nn.Module
+        if layer.is_dense:
+            self.ffn = FFN(config, gated=ffn.mlp_type == "glu", hidden=ffn.dense_hidden_size)
+        elif ffn.ffn_type == "dmoe":
+            self.ffn = MoE(config)
+        else:
+            self.ffn = FFNS[ffn.ffn_type](config)
 
     def forward(
         self,

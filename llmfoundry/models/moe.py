@@ -133,9 +133,9 @@ def _local(parameter: Tensor) -> Tensor:
 class MoE(nn.Module):
     """Dropless mixture of experts: each token is routed to k of E experts.
 
-    Scores are the softmax over all experts. The k experts with the highest scores are chosen, and
-    their outputs are summed with the scores as weights, normalized by their p-norm if the recipe
-    sets moe_normalize_expert_weights.
+    Scores are the softmax over all experts, or the sigmoid of each. The k experts with the highest
+    scores are chosen, and their outputs are summed with the scores as weights, normalized by their
+    p-norm if the recipe sets moe_normalize_expert_weights.
 
     Args:
         config: resolved model configuration.
@@ -177,7 +177,7 @@ class MoE(nn.Module):
 
         # route, and compute the chosen experts
         logits = self.router(tokens)  # (N, E)
-        scores = logits.softmax(-1)
+        scores = self.router.scores(logits)
         weights, experts = self.router.choose(scores)  # (N, k) each
         y = self.combine(tokens, weights, experts)  # (N, D)
         if indices is not None:
@@ -186,6 +186,8 @@ class MoE(nn.Module):
             return y.view(x.shape), None
 
         # balancing losses and statistics
+        if self.config.moe_scoring_func == "sigmoid":  # as probabilities (DeepSeek-V3, eq. 19)
+            scores = scores / scores.sum(-1, keepdim=True)
         by_sequence = self.config.moe_lbl_scope in (None, "row")
         where = TokenIndices(batch_size, length, indices)
         statistics = LayerStatistics.compute(

@@ -34,16 +34,22 @@ class Router(Linear):
     Attributes:
         bias_steps: (E,) int32, the balancing bias of each expert in units of
             moe_bias_update_rate. Integers stay exact when weights are kept in bfloat16.
+        bias_start: (E,) int32, the bits of the fp32 biases at step 0, which an imported model has.
+            Only with sigmoid scores; else they are 0.
     """
 
     bias_steps: Tensor
+    bias_start: Tensor
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         ffn = config.ffn_config
         super().__init__(config.d_model, ffn.moe_num_experts, bias=bool(ffn.moe_router_bias))
         self.config, self.jitter = ffn, ffn.moe_jitter_eps
         if ffn.moe_balancing == "bias":
-            self.register_buffer("bias_steps", torch.zeros(ffn.moe_num_experts, dtype=torch.int32))
+            zeros = torch.zeros(ffn.moe_num_experts, dtype=torch.int32)
+            self.register_buffer("bias_steps", zeros)
+            if ffn.moe_scoring_func == "sigmoid":
+                self.register_buffer("bias_start", zeros.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, E) of tokens x (N, D).
@@ -64,6 +70,17 @@ class Router(Linear):
         logits = WideLinear.apply(x, self.weight)
         return logits if self.bias is None else logits + self.bias
 
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the scores of experts, in the shape of the logits (N, E)."""
+        return logits.sigmoid() if self.config.moe_scoring_func == "sigmoid" else logits.softmax(-1)
+
+    def biases(self) -> Tensor:
+        """Return the balancing bias of each expert, (E,) in fp32."""
+        biases = self.config.moe_bias_update_rate * self.bias_steps
+        if self.config.moe_scoring_func == "sigmoid":
+            biases = biases + self.bias_start.view(torch.float32)
+        return biases
+
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the k experts with the highest scores for each token.
 
@@ -71,7 +88,7 @@ class Router(Linear):
         without the bias.
 
         Args:
-            scores: (N, E), softmax of the logits.
+            scores: (N, E), of `scores`.
 
         Returns:
             Weights and indices of the experts, (N, k) each.
@@ -82,7 +99,9 @@ class Router(Linear):
         # choose k experts per token, without a gradient
         biased_scores = scores.detach()  # (N, E)
         if ffn.moe_balancing == "bias":
-            biased_scores = biased_scores + ffn.moe_bias_update_rate * self.bias_steps
+            biased_scores = biased_scores + self.biases()
+        if ffn.moe_n_group is not None:
+            biased_scores = self._of_best_groups(biased_scores)
         chosen = biased_scores.topk(ffn.moe_top_k).indices  # (N, k)
         experts = _round_robin(chosen, n_experts) if ffn.moe_force_balance else chosen
 
@@ -91,9 +110,21 @@ class Router(Linear):
         if ffn.moe_normalize_expert_weights is not None:
             p = ffn.moe_normalize_expert_weights
             weights = weights / torch.linalg.vector_norm(weights, ord=p, dim=1, keepdim=True)
+        if ffn.moe_routed_scaling_factor is not None:
+            weights = weights * ffn.moe_routed_scaling_factor
         if ffn.uniform_expert_assignment:  # the weights stay those of the chosen experts
             experts = _round_robin(chosen, n_experts)
         return weights, experts
+
+    def _of_best_groups(self, scores: Tensor) -> Tensor:
+        """Return scores (N, E) with minus infinity outside of the best groups of each token."""
+        ffn = self.config
+        by_group = scores.unflatten(1, (ffn.moe_n_group or 1, -1))  # (N, groups, experts of one)
+        n_best = 2 if ffn.moe_scoring_func == "sigmoid" else 1
+        group_scores = by_group.topk(n_best, dim=2).values.sum(2)
+        best = group_scores.topk(ffn.moe_topk_group).indices  # (N, moe_topk_group)
+        is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+        return by_group.masked_fill(is_out[:, :, None], float("-inf")).flatten(1)
 
 
 def _round_robin(experts: Tensor, n_experts: int) -> Tensor:

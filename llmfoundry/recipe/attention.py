@@ -447,12 +447,14 @@ class LayerConfig:
         rotary: whether queries and keys are rotated.
         kv_from: the layer whose keys and values are used; the layer's own number without reuse.
         temperature: floor_scale and attn_scale of the attention temperature; None: off.
+        is_dense: a plain feed-forward layer in place of the model's experts.
     """
 
     window: int
     rotary: bool
     kv_from: int
     temperature: tuple[int, float] | None = None
+    is_dense: bool = False
 
 
 def layer_configs(

@@ -9,7 +9,7 @@ if their meaning is the same, and are in the same section as the other keys of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from llmfoundry.recipe.attention import (
@@ -45,6 +45,7 @@ OTHER_MOE_NAMES = {  # LLM Foundry's, of which each is something else
 MLP_TYPES = ("mlp", "glu")
 BALANCING = ("loss", "bias", "none")
 LBL_SCOPES = ("row", "microbatch", "global")
+SCORING_FUNCS = ("softmax", "sigmoid")
 MOE_IMPLS = ("grouped_mm", "torch", "megablocks")
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {  # element by element, and the arguments each takes
@@ -103,6 +104,17 @@ class FFNConfig:
     moe_normalize_expert_weights: Annotated[float | None, POSITIVE, _MOE] = None
     """Divide the expert weights of a token by their p-norm, for this p. 1 makes their sum 1, as in
     DBRX. Unset: the weights stay probabilities over all experts."""
+    moe_scoring_func: Annotated[str | None, choice(SCORING_FUNCS), _MOE] = None
+    """The scores of experts. softmax (the default): of the router logits over all experts. sigmoid:
+    of each logit (DeepSeek-V3)."""
+    moe_n_group: Annotated[int | None, Range(1, 2**16), _MOE] = None
+    """Number of groups of adjacent experts. A token chooses among the experts of its best groups
+    (DeepSeek-V2). The score of a group is the highest score of its experts; with sigmoid, the sum
+    of the two highest. Unset: no groups."""
+    moe_topk_group: Annotated[int | None, Range(1, 2**16), Only("moe_n_group")] = None
+    """Number of groups that a token chooses experts from; required with moe_n_group."""
+    moe_routed_scaling_factor: Annotated[float | None, POSITIVE, _MOE] = None
+    """Factor on the expert weights of a token, after moe_normalize_expert_weights; unset: none."""
     moe_jitter_eps: Annotated[float | None, _MOE] = None
     """During training, multiply the input of the router by random numbers from 1 - moe_jitter_eps
     to 1 + moe_jitter_eps (Fedus et al., 2021); unset: no noise."""
@@ -123,6 +135,11 @@ class FFNConfig:
     moe_zloss_weight: Annotated[float | None, POSITIVE, _MOE] = None
     """Weight of the router z-loss, the mean squared logsumexp of the router logits (0.001 in Zoph
     et al., 2022); unset: no z-loss."""
+    first_k_dense_replace: Annotated[int | None, Range(1, MOST_LAYERS), _MOE] = None
+    """Number of first layers that have a plain feed-forward layer in place of experts
+    (DeepSeek-V2); unset: none."""
+    dense_hidden_size: Annotated[int | None, WIDTH, Only("first_k_dense_replace")] = None
+    """Inner width of these feed-forward layers; required with first_k_dense_replace."""
     shared_expert_hidden_size: Annotated[int | None, WIDTH, _MOE] = None
     """Inner width of a shared expert, which processes every token with weight 1; unset: no shared
     expert."""
@@ -181,9 +198,34 @@ class FFNConfig:
         eps = self.moe_jitter_eps
         if eps is not None and not 0 < eps < 1:
             yield f"{key}moe_jitter_eps: {eps}; write a number between 0 and 1, or remove it"
+        if self.first_k_dense_replace is not None and self.dense_hidden_size is None:
+            yield f"{key}dense_hidden_size: first_k_dense_replace needs it; write a width"
+        yield from self._check_groups(key)
         if self.uniform_expert_assignment and self.moe_force_balance:
             why = "and uniform_expert_assignment exclude each other; set one of them to false"
             yield f"{key}moe_force_balance: {why}"
+
+    def _check_groups(self, key: str) -> Iterator[str]:
+        experts, groups, best = self.moe_num_experts, self.moe_n_group, self.moe_topk_group
+        if groups is None or experts is None:
+            return
+        if best is None or best > groups:
+            yield f"{key}moe_topk_group: {best}; write a number from 1 to moe_n_group ({groups})"
+            return
+        problems = [*divides(f"{key}moe_n_group", groups, f"{key}moe_num_experts", experts)]
+        yield from problems
+        if problems:
+            return
+        if self.moe_scoring_func == "sigmoid" and experts // groups < 2:
+            yield (
+                f"{key}moe_n_group: {groups} groups have {experts // groups} expert each, and the"
+                f" score of a group is the sum of two; write {experts // 2} or less"
+            )
+        if (self.moe_top_k or 1) > best * (experts // groups):
+            yield (
+                f"{key}moe_topk_group: {best} groups have {best * (experts // groups)} experts, and"
+                f" moe_top_k is {self.moe_top_k}; write more groups"
+            )
 
     def _check_activation(self, key: str) -> Iterator[str]:
         name, arguments = self.activation
@@ -205,6 +247,7 @@ class FFNConfig:
         if self.ffn_type != "dmoe":
             return
         set_defaults(self, moe_top_k=1, mlp_type="mlp", moe_balancing="loss", moe_impl="grouped_mm")
+        set_defaults(self, moe_scoring_func="softmax")
         set_defaults(self, uniform_expert_assignment=False, moe_force_balance=False)
         if self.moe_balancing == "loss":
             set_defaults(self, moe_loss_weight=0.01, moe_lbl_scope="row")
@@ -219,6 +262,8 @@ class ResolvedFFNConfig(FFNConfig):
     moe_num_experts: int
     moe_top_k: int
     mlp_type: str
+    moe_scoring_func: str
+    moe_topk_group: int
     moe_balancing: str
     moe_loss_weight: float
     moe_lbl_scope: str
@@ -411,6 +456,12 @@ class ModelConfig:
         if self.block_overrides is not None:
             where = f"{key}block_overrides."
             yield from self.block_overrides.check(where, self.attn_config, self.n_layers)
+        first = self.ffn_config.first_k_dense_replace or 0
+        if first >= self.n_layers:
+            yield (
+                f"{key}ffn_config.first_k_dense_replace: {first}, but n_layers is {self.n_layers},"
+                " and one layer at least must have experts; write a smaller number"
+            )
         if self.ffn_config.moe_impl == "megablocks" and not self.no_bias:
             yield (
                 f"{key}ffn_config.moe_impl: megablocks' experts have no biases; write grouped_mm,"
@@ -495,8 +546,10 @@ class ModelConfig:
         return model
 
     def layers(self) -> list[LayerConfig]:
-        """Return the settings of each block's attention; the model must be checked."""
-        return layer_configs(self.attn_config, self.block_overrides, self.n_layers)
+        """Return the settings that may differ between blocks; the model must be checked."""
+        layers = layer_configs(self.attn_config, self.block_overrides, self.n_layers)
+        first = self.ffn_config.first_k_dense_replace or 0
+        return [replace(layer, is_dense=True) for layer in layers[:first]] + layers[first:]
 
 
 class ResolvedModelConfig(ModelConfig):
@@ -510,6 +563,12 @@ class ResolvedModelConfig(ModelConfig):
     attn_config: ResolvedAttentionConfig
     ffn_config: ResolvedFFNConfig
     init_config: ResolvedInitConfig
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of layers with experts."""
+        ffn = self.ffn_config
+        return self.n_layers - (ffn.first_k_dense_replace or 0) if ffn.ffn_type == "dmoe" else 0
 
     @property
     def rotary_dim(self) -> int:

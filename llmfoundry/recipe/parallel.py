@@ -573,6 +573,9 @@ def _tensor(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
     if ffn.ffn_type != "dmoe" and ffn.ffn_hidden_size is not None:
         name = "model.ffn_config.ffn_hidden_size"
         yield from divides(key, degrees.tensor, name, ffn.ffn_hidden_size)
+    if ffn.dense_hidden_size is not None:
+        name = "model.ffn_config.dense_hidden_size"
+        yield from divides(key, degrees.tensor, name, ffn.dense_hidden_size)
     if attn.qk_ln:
         yield (
             f"{key}: {degrees.tensor}, but model.attn_config.qk_ln normalizes queries and keys over"

@@ -267,12 +267,15 @@ def document_logits(tokens: Tensor, w: Weights, config: ModelConfig) -> Tensor:
         x = x + attention(norm(x, w, f"{b}.norm_1", config), w, f"{b}.attn", config, layer, kept)
         h = norm(x, w, f"{b}.norm_2", config)
         act = config.ffn_config.ffn_act_fn
-        if config.ffn_config.ffn_type == "dmoe":
+        ffn, gated = config.ffn_config, config.ffn_config.ffn_type == "mptglu"
+        if i < (ffn.first_k_dense_replace or 0):
+            gated = ffn.mlp_type == "glu"
+        elif ffn.ffn_type == "dmoe":
             act = partial(activation, written=act)
             x = x + mixture(h, w, f"{b}.ffn.", config.ffn_config, act)
             continue
         up = linear(h, w, f"{b}.ffn.up_proj")
-        if config.ffn_config.ffn_type == "mptglu":
+        if gated:
             gate, limit = linear(h, w, f"{b}.ffn.gate_proj"), config.ffn_config.glu_limit
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1

@@ -18,6 +18,15 @@ def choice(scores: Tensor, top_k: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda e: -scores[e].item())[:top_k]
 
 
+def in_groups(scores: Tensor, ffn: FFNConfig, n_best: int) -> Tensor:
+    """Scores (E,) of the experts of the best groups; all others' are minus infinity."""
+    groups = [[*part] for part in torch.arange(len(scores)).chunk(ffn.moe_n_group)]
+    of_groups = [sum(sorted(scores[e].item() for e in part)[-n_best:]) for part in groups]
+    best = choice(torch.tensor(of_groups), ffn.moe_topk_group)
+    kept = {int(e) for group in best for e in groups[group]}
+    return torch.stack([s if e in kept else s - torch.inf for e, s in enumerate(scores)])
+
+
 def mixture(x: Tensor, w: Weights, name: str, ffn: FFNConfig, act: Act) -> Tensor:
     """What a layer `name` makes of tokens x (T, D)."""
     return torch.stack([_of_token(token, w, name, ffn, act) for token in x])
@@ -25,9 +34,12 @@ def mixture(x: Tensor, w: Weights, name: str, ffn: FFNConfig, act: Act) -> Tenso
 
 def _of_token(x: Tensor, w: Weights, name: str, ffn: FFNConfig, act: Act) -> Tensor:
     logits = w[f"{name}router.weight"] @ x + w.get(f"{name}router.bias", 0.0)
-    scores = logits.exp() / logits.exp().sum()
-    chosen, p = choice(scores, ffn.moe_top_k), ffn.moe_normalize_expert_weights
+    is_sigmoid = ffn.moe_scoring_func == "sigmoid"
+    scores = 1 / (1 + (-logits).exp()) if is_sigmoid else logits.exp() / logits.exp().sum()
+    allowed = in_groups(scores, ffn, 2 if is_sigmoid else 1) if ffn.moe_n_group else scores
+    chosen, p = choice(allowed, ffn.moe_top_k), ffn.moe_normalize_expert_weights
     norm = 1.0 if p is None else sum(scores[e] ** p for e in chosen) ** (1 / p)
+    norm = norm / (ffn.moe_routed_scaling_factor or 1.0)
     y = sum(scores[e] / norm * _expert(x, w, f"{name}experts.", e, ffn, act) for e in chosen)
     if ffn.shared_expert_hidden_size is not None:
         y = y + _shared(x, w, f"{name}shared.", act)

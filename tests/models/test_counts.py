@@ -59,6 +59,15 @@ def expected_ffn(ffn: FFNConfig, d: int, *, bias: bool) -> int:
     return router + ffn.moe_num_experts * layer(ffn.ffn_hidden_size) + shared
 
 
+def expected_block_ffn(config: ModelConfig, index: int) -> int:
+    """Of a block; the first ones of a mixture may have no experts."""
+    ffn, bias = config.ffn_config, not config.no_bias
+    if index < (ffn.first_k_dense_replace or 0):
+        kind = "mptglu" if ffn.mlp_type == "glu" else "mptmlp"
+        ffn = FFNConfig(ffn_type=kind, ffn_hidden_size=ffn.dense_hidden_size)
+    return expected_ffn(ffn, config.d_model, bias=bias)
+
+
 def expected_parameters(config: ModelConfig) -> int:
     """Counted from the definitions, layer by layer."""
     attn, d, hd = config.attn_config, config.d_model, config.head_dim
@@ -70,7 +79,7 @@ def expected_parameters(config: ModelConfig) -> int:
     for index, layer in enumerate(config.layers()):
         if attn.attn_type == "multihead_latent_attention":
             heads, rank = config.n_heads, attn.kv_lora_rank
-            total += expected_ffn(config.ffn_config, d, bias=bias) + 2 * vectors * d
+            total += expected_block_ffn(config, index) + 2 * vectors * d
             total += d * (rank + attn.qk_rope_head_dim) + qk_vectors * rank
             total += rank * heads * (attn.qk_nope_head_dim + attn.v_head_dim)
             total += heads * attn.v_head_dim * d + (d if bias else 0)
@@ -83,7 +92,7 @@ def expected_parameters(config: ModelConfig) -> int:
         projected = (config.n_heads + 2 * kv_heads) * hd
         total += d * projected + (projected if config.attention_bias else 0)
         total += config.n_heads * hd * d + (d if bias else 0)
-        total += expected_ffn(config.ffn_config, d, bias=bias)
+        total += expected_block_ffn(config, index)
         total += 2 * vectors * d + (config.n_heads if attn.sinks else 0)
         if attn.qk_ln:
             total += qk_vectors * (config.n_heads + kv_heads) * hd

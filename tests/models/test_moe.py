@@ -38,6 +38,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all": {"moe_top_k": E, "ffn_act_fn": {"name": "leaky_relu", "negative_slope": 0.2}},
     "one": {"moe_num_experts": 1, "moe_top_k": 1},
     "shared": {"mlp_type": "glu", "shared_expert_hidden_size": 10},
+    "sigmoid": {"mlp_type": "glu", "moe_scoring_func": "sigmoid", "moe_top_k": 3},
+    "sigmoid-groups": {  # as DeepSeek-V3
+        "mlp_type": "glu",
+        "moe_num_experts": 12,
+        "moe_top_k": 4,
+        "moe_scoring_func": "sigmoid",
+        "moe_n_group": 4,
+        "moe_topk_group": 2,
+        "moe_normalize_expert_weights": 1,
+        "moe_routed_scaling_factor": 2.5,
+        "shared_expert_hidden_size": 10,
+    },
+    "groups": {  # as DeepSeek-V2
+        "moe_num_experts": 9,
+        "moe_n_group": 3,
+        "moe_topk_group": 2,
+        "moe_routed_scaling_factor": 16.0,
+    },
     "shared-mlp": {"shared_expert_hidden_size": 10, "moe_normalize_expert_weights": 1},
 }
 
@@ -234,6 +252,20 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
     weights, experts = layer.router.choose(scores)
     assert (experts == 0).any(1).all() and not (experts == 5).any()
     torch.testing.assert_close(weights, scores.gather(1, experts))
+
+
+def test_an_imported_bias_is_kept_whatever_the_precision_of_the_weights() -> None:
+    layer = make(moe_balancing="bias", moe_scoring_func="sigmoid", moe_bias_update_rate=0.25)
+    start = torch.randn(E, generator=torch.Generator().manual_seed(6))
+    layer.router.bias_start.copy_(start.view(torch.int32))
+    layer.router.bias_steps[1] = 3
+    start[1] += 0.75
+    assert torch.equal(layer.to(torch.bfloat16).router.biases(), start)
+
+
+def test_probabilities_of_sigmoid_scores_add_up_to_one() -> None:
+    routed = make(moe_scoring_func="sigmoid").train()(random(2, 7, 24))[1]
+    assert routed is not None and routed.probability.sum().item() == pytest.approx(14)
 
 
 def test_biases_move_by_one_step_towards_equal_loads() -> None:
