@@ -29,6 +29,8 @@ TYPE, MLP_TYPE, HIDDEN = "ffn_config.ffn_type", "ffn_config.mlp_type", "ffn_conf
 NORMALIZE = "ffn_config.moe_normalize_expert_weights"
 BALANCING, LOSS = "ffn_config.moe_balancing", "ffn_config.moe_loss_weight"
 JITTER, SHARED = "ffn_config.moe_jitter_eps", "ffn_config.shared_expert_hidden_size"
+SINKS = "attn_config.sinks"
+GLU_LIMIT, ROUTER_BIAS = "ffn_config.glu_limit", "ffn_config.moe_router_bias"
 OWN, OWN_TYPE = "llmfoundry", "llmfoundry"  # our class in recipes, and config.json's model_type
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 REQUIRED = object()  # config.json must have the key
@@ -43,9 +45,9 @@ OFF: dict[str, Any] = {  # optional parts of all layers, and their value where t
     QK_GN: False,
     SCALE: None,
     SHARED: None,
-    "attn_config.sinks": False,
-    "ffn_config.glu_limit": None,
-    "ffn_config.moe_router_bias": None,
+    SINKS: False,
+    GLU_LIMIT: None,
+    ROUTER_BIAS: None,
     "ffn_config.uniform_expert_assignment": None,  # None: also what is false, in a plain config
     "ffn_config.moe_force_balance": None,
 }
@@ -189,13 +191,15 @@ ROPE_OR_NOPE = Requirement(
 LAYERNORM, RMSNORM = Requirement("norm_type", "layernorm"), Requirement("norm_type", "rmsnorm")
 MLP, GLU = Requirement(TYPE, "mptmlp"), Requirement(TYPE, "mptglu")
 NO_BIAS, NO_QKV_BIAS = Requirement("no_bias", True), Requirement("attention_bias", False)
+NO_BIAS_BALANCING = Requirement(  # what the biases have grown to has no place in their checkpoints
+    BALANCING, None, lambda c: c.ffn_config.moe_balancing != "bias", "loss or none"
+)
 GATED_EXPERTS = (
     Requirement(
         TYPE, "dmoe", lambda c: c.ffn_config.ffn_type in ("dmoe", "mptglu"), "dmoe or mptglu"
     ),
     Requirement(MLP_TYPE, "glu", lambda c: c.ffn_config.mlp_type in ("glu", None)),
-    # what the biases have grown to has no place in their checkpoints
-    Requirement(BALANCING, None, lambda c: c.ffn_config.moe_balancing != "bias", "loss or none"),
+    NO_BIAS_BALANCING,
 )
 SUM_TO_ONE = Requirement(
     NORMALIZE,
@@ -687,6 +691,39 @@ ARCHITECTURES: dict[str, Architecture] = {  # of those that fit as well, the fir
         (FixedField("decoder_sparse_step", 1, 1), FixedField("mlp_only_layers", [], [])),
         biases={"attention_bias": "any"},
         windows=WindowFields(key="sliding_window"),
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        (
+            ROPE,
+            RMSNORM,
+            Requirement(TYPE, "dmoe"),
+            Requirement(MLP_TYPE, "glu"),
+            Requirement("ffn_config.ffn_act_fn", "quick_gelu"),
+            Requirement(
+                GLU_LIMIT, None, lambda c: c.ffn_config.glu_limit is not None, "a number, such as 7"
+            ),
+            Requirement(ROUTER_BIAS, True),
+            NO_BIAS_BALANCING,
+            SUM_TO_ONE,
+            Requirement(SINKS, True),
+        ),
+        (
+            *(field for field in llama_fields(kv_heads=8) if field.theirs != "hidden_act"),
+            head_dim(64),
+            *expert_fields(128, 4, 0.001),
+            ConfigField("swiglu_limit", GLU_LIMIT, 7.0),
+        ),
+        (FixedField("swiglu_alpha", 1.702, 1.702), FixedField("hidden_act", "silu", ANYTHING)),
+        biases={"attention_bias": "any"},
+        biased=True,
+        theta=150000.0,
+        windows=WindowFields(
+            default=128,
+            switch=False,
+            always=True,
+            types=lambda _, layers: [FULL if i % 2 else SLIDING for i in range(layers)],
+        ),
     ),
     "GraniteMoeForCausalLM": Architecture(
         "granitemoe",

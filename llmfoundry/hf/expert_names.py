@@ -38,6 +38,8 @@ class ExpertNames:
         up: as `gate`; MLPs have none.
         down: with `{e}`: (D, f). With a joint `gate`: (E, D, f). Otherwise as ours: (E * f, D).
         shared: names of the shared expert: gate and up projection (2 h, D), and down (D, h).
+        is_interleaved: gpt-oss: the joint gate is (E, D, 2 f), of which every second column is the
+            gate's, down is (E, f, D), and router and experts have biases.
     """
 
     router: str
@@ -45,6 +47,7 @@ class ExpertNames:
     up: str
     down: str
     shared: tuple[str, str] | None = None
+    is_interleaved: bool = False
 
     def of(self, block: int) -> ExpertNames:
         """Return the names for one block."""
@@ -56,9 +59,18 @@ class ExpertNames:
         )
         return replace(self, **put, shared=shared)
 
+    def biases(self, config: ResolvedModelConfig) -> list[str]:
+        """Return the names of the biases of the experts of all blocks."""
+        if not self.is_interleaved:
+            return []
+        blocks = map(self.of, range(config.n_layers))
+        return [_bias(name) for here in blocks for name in (here.gate, here.down)]
+
     @property
     def form(self) -> str:
         """Return the layout of the experts, a key of `FORMS`."""
+        if self.is_interleaved:
+            return "interleaved"
         if "{e}" in self.gate:
             return "each"
         return "joint" if self.gate == self.up else "stacked"
@@ -81,6 +93,8 @@ def experts_to_theirs(
         here, at = names.of(block), f"blocks.{block}.ffn."
         if is_mixture(config):
             yield here.router, _one(f"{at}router.weight")
+            if here.is_interleaved:
+                yield from _biases_to_theirs(here, at, config, ours)
         else:
             yield here.router, lambda read: torch.zeros(1, config.d_model)
         w1, v1, w2 = (_our_stack(name, at, config) for name in DENSE)
@@ -102,9 +116,11 @@ def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Rea
         here, at = names.of(block), f"blocks.{block}.ffn."
         stacks = zip(DENSE, FORMS[names.form][1](here, config), strict=True)
         for name, stack in ((name, stack) for name, stack in stacks if stack is not None):
-            yield from _feed_forward(name, stack, at, config)
+            yield from _feed_forward(name, stack, at, config, has_biases=here.is_interleaved)
         if is_mixture(config):
             yield f"{at}router.weight", _one(here.router)
+            if here.is_interleaved:
+                yield from _biases_to_ours(here, at, config, sketch)
         else:
             sketch(here.router)  # of one expert any router gives it all of the weight
         if here.shared and _has_shared(config):
@@ -116,7 +132,9 @@ def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Rea
                 yield f"{at}shared.{name}.weight", _then(Tensor.contiguous, part)
 
 
-def _feed_forward(name: str, stack: Stack, at: str, config: ResolvedModelConfig) -> Made:
+def _feed_forward(
+    name: str, stack: Stack, at: str, config: ResolvedModelConfig, *, has_biases: bool
+) -> Made:
     """Yield our tensors of one projection (E, f, D): of the experts, or of the dense layer."""
     rows = _then(_flat, stack)
     if not is_mixture(config):
@@ -124,7 +142,7 @@ def _feed_forward(name: str, stack: Stack, at: str, config: ResolvedModelConfig)
         yield f"{at}{DENSE[name]}.weight", turned if name == "w2" else rows
         return
     yield f"{at}experts.{name}", rows
-    if not config.no_bias:  # which their experts do not have
+    if not (config.no_bias or has_biases):  # which their experts do not have
         hidden, width = _shape(config)[1:]
         wide = _count(config) * (width if name == "w2" else hidden)
         yield f"{at}experts.{name}_bias", lambda read: torch.zeros(wide)
@@ -189,6 +207,56 @@ def _write_joint(here: ExpertNames, stacks: Stacks, count: int) -> Made:
     yield here.down, _then(lambda down: down.transpose(1, 2), w2)
 
 
+def _write_interleaved(here: ExpertNames, stacks: Stacks, count: int) -> Made:
+    w1, v1, w2 = stacks
+    assert v1 is not None
+
+    def joint(read: Read) -> Tensor:
+        both = torch.stack([w1(read), v1(read)], 2)  # (E, f, 2, D)
+        return both.flatten(1, 2).transpose(1, 2)
+
+    yield here.gate, joint
+    yield here.down, w2
+
+
+def _biases_to_theirs(
+    here: ExpertNames, at: str, config: ResolvedModelConfig, ours: Collection[str]
+) -> Made:
+    """Yield the biases of router and experts; a missing one of ours is zero."""
+    count, hidden, width = _shape(config)
+
+    def bias(name: str, columns: int) -> Make:
+        source = f"{at}{name}"
+        stacked = _one(source) if source in ours else lambda read: torch.zeros(count * columns)
+        return _then(lambda values: values.view(count, columns), stacked)
+
+    gate, up = bias("experts.w1_bias", hidden), bias("experts.v1_bias", hidden)
+    yield _bias(here.router), _then(Tensor.flatten, bias("router.bias", 1))
+    yield _bias(here.gate), lambda read: torch.stack([gate(read), up(read)], 2).flatten(1, 2)
+    yield _bias(here.down), bias("experts.w2_bias", width)
+
+
+def _biases_to_ours(here: ExpertNames, at: str, config: ResolvedModelConfig, sketch: Read) -> Made:
+    """Yield our biases of router and experts; with no_bias, those of the experts are all zero."""
+    count, hidden, width = _shape(config)
+    yield f"{at}router.bias", _theirs(_bias(here.router), (count,))
+    both = _theirs(_bias(here.gate), (count, 2 * hidden))
+    down = _theirs(_bias(here.down), (count, width))
+    if config.no_bias:
+        both(sketch)
+        down(sketch)
+        return
+    yield f"{at}experts.w1_bias", _then(lambda values: values[:, ::2].flatten(), both)
+    yield f"{at}experts.v1_bias", _then(lambda values: values[:, 1::2].flatten(), both)
+    yield f"{at}experts.w2_bias", _then(Tensor.flatten, down)
+
+
+def _bias(weight: str) -> str:
+    """Return the name of the bias of a router or of stacked experts."""
+    layer = weight.removesuffix("weight")
+    return f"{layer}bias" if layer.endswith(".") else f"{layer}_bias"
+
+
 def _read_stacked(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
     count, hidden, width = _shape(config)
 
@@ -226,6 +294,16 @@ def _read_joint(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
     return _half(both, 0, 1), _half(both, 1, 1), _then(lambda down: down.transpose(1, 2), down)
 
 
+def _read_interleaved(here: ExpertNames, config: ResolvedModelConfig) -> Stacks:
+    count, hidden, width = _shape(config)
+    both = _theirs(here.gate, (count, width, 2 * hidden))
+
+    def every_second(start: int) -> Stack:
+        return _then(lambda joint: joint[:, :, start::2].transpose(1, 2), both)
+
+    return every_second(0), every_second(1), _theirs(here.down, (count, hidden, width))
+
+
 def _shape(config: ResolvedModelConfig) -> tuple[int, int, int]:
     return _count(config), config.ffn_config.ffn_hidden_size, config.d_model
 
@@ -255,6 +333,7 @@ FORMS: dict[
     "stacked": (_write_stacked, _read_stacked),
     "each": (_write_each, _read_each),
     "joint": (_write_joint, _read_joint),
+    "interleaved": (_write_interleaved, _read_interleaved),
 }
 
 _STACKS = "transformer.blocks.{i}.ffn.experts.mlp."
@@ -298,6 +377,9 @@ def _granite_experts() -> tuple[ExpertNames, ...]:
     )
 
 
+GPT_OSS = (
+    replace(_JOINT_EXPERTS, router="model.layers.{i}.mlp.router.weight", is_interleaved=True),
+)
 QWEN = _each_named("mlp", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = _each_named("block_sparse_moe", "w1", "w3", "w2")
 GRANITE = _granite_experts()

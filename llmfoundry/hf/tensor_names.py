@@ -218,6 +218,12 @@ MAPS: dict[str, WeightMap] = {
     "Llama4ForCausalLM": WeightMap(
         _llama_like(*_ffn("never", *_GLU, module="feed_forward"), interleaved=True)
     ),
+    "GptOssForCausalLM": WeightMap(
+        _llama_like(
+            NameRule("blocks.{i}.attn.sinks", ("model.layers.{i}.self_attn.sinks",)),
+        ),
+        expert_names.GPT_OSS,
+    ),
     "GPTNeoForCausalLM": WeightMap(
         _gpt_neo(), ignored=("*.attention.bias", "*.attention.masked_bias")
     ),
@@ -478,6 +484,8 @@ def bias_names(
     for rule, _, theirs in layers(weights, config):
         if rule.ours.endswith(("Wqkv", "Wq")) == qkv:
             biases |= {_bias_name(name) for name in theirs}
+    if not qkv:
+        biases |= {name for each in weights.experts for name in each.biases(config)}
     return sorted(biases & set(names))
 
 

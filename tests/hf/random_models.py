@@ -171,6 +171,12 @@ SUM: dict[str, Any] = MOE | {"moe_normalize_expert_weights": 1.0}
 SHARED: dict[str, Any] = {"shared_expert_hidden_size": 40}
 JITTER: dict[str, Any] = {"moe_jitter_eps": 0.1}
 MIXTURE: dict[str, Any] = {**RMS, **BARE, "ffn": SUM}
+OSS: dict[str, Any] = SUM | {
+    "ffn_act_fn": "quick_gelu",
+    "glu_limit": 0.4,
+    "moe_router_bias": True,
+}
+SINKS = ROPE | GQA | {"sinks": True}
 
 CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is the first to express
     "MptForCausalLM": [
@@ -304,6 +310,12 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         {**MIXTURE, "attn": ROPE | GQA | {"qk_gn": True}, "ffn": MOE},
         {**MIXTURE, "attn": DYNAMIC | {"qk_gn": True}, "head_dim": 16, **QKV, **UNTIED},
         {**MIXTURE, "attn": ROPE | WINDOW | {"qk_gn": True, "attn_pdrop": 0.1}},
+    ],
+    "GptOssForCausalLM": [
+        {"attn": SINKS, "ffn": OSS, **RMS, **UNTIED, **stack("local default", **LOCAL)},
+        {"attn": SINKS, "ffn": OSS | {"glu_limit": 7.0}, **RMS, **BARE},
+        {"attn": SINKS | WINDOW, "ffn": OSS | {"moe_top_k": 1}, **RMS, **QKV},
+        {"attn": SINKS | LINEAR, "ffn": OSS, "head_dim": 16, **RMS, **NO_QKV},
     ],
     "GraniteMoeForCausalLM": [
         {**MIXTURE, "attn": ROPE | GQA | SCALE},

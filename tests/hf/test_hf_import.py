@@ -94,6 +94,14 @@ NEO = {
     "window_size": 6,
 }
 
+GPT_OSS = {
+    **LLAMA_SHAPE,
+    **LOCAL_FEW,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+}
+
 MADE = [  # transformers' config and class, and the settings
     ("Llama", LLAMA_SHAPE),
     ("Llama", {**LLAMA_SHAPE, "tie_word_embeddings": True, "head_dim": 16, "rms_norm_eps": 1e-2}),
@@ -158,6 +166,8 @@ MADE = [  # transformers' config and class, and the settings
     ("GraniteMoe", {**LLAMA_SHAPE, **LOCAL_FEW, **SCALED, "logits_scaling": 3.0}),
     ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "shared_intermediate_size": 12}),
     ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "attention_bias": True}),
+    ("GptOss", GPT_OSS),
+    ("GptOss", {**GPT_OSS, "layer_types": MIXED, "swiglu_limit": 0.2, "attention_bias": False}),
     ("GPT2", GPT2_SHAPE),
     ("GPT2", {**GPT2_SHAPE, "n_inner": 40, "activation_function": "gelu"}),
     ("GPTBigCode", GPT2_SHAPE),

@@ -27,6 +27,7 @@ from tests.hf.random_models import (
     JITTER,
     MIXTURE,
     MOE,
+    OSS,
     ROPE,
     SHARED,
     SUM,
@@ -157,12 +158,14 @@ def test_the_balancing_loss_weighs_as_much_in_transformers(
     name: str, tokenizer: Path, tmp_path: Path
 ) -> None:
     """With a router of zeros probabilities are equal: the loss is its value at perfect balance."""
-    ffn = SUM | {"moe_loss_weight": 0.3}
+    ffn = (OSS if name == "GptOssForCausalLM" else SUM) | {"moe_loss_weight": 0.3}
     shared = SHARED if "Shared" in name else {}
     model = decoder(settings(**CASES[name][0] | {"ffn": ffn | shared}))
     with torch.no_grad():
         for block in model.blocks:
             block.ffn.router.weight.zero_()
+            if block.ffn.router.bias is not None:
+                block.ffn.router.bias.zero_()
     out = tmp_path / "out"
     assert to_hf(model, tokenizer, out, dtype="fp32", card=CARD, architecture=name) == name
     theirs = AutoModelForCausalLM.from_pretrained(out, output_router_logits=True)
