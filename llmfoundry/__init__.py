@@ -21,6 +21,7 @@ import llmfoundry.recipe
 import llmfoundry.train
 
 if TYPE_CHECKING:
+    from llmfoundry.api.averaging import average as average
     from llmfoundry.api.batches import data as data
     from llmfoundry.api.evaluation import Scores as Scores
     from llmfoundry.api.evaluation import evaluate as evaluate
@@ -48,6 +49,7 @@ _MODULES = {  # of llmfoundry.api, by the names that they define
     "finetune": "training",
     "Run": "run",
     "convert": "exports",
+    "average": "averaging",
     "data": "batches",
     "Callback": "training",
     "UserError": "recipes",

@@ -439,7 +439,7 @@ def streamed_state(loaded: LoadedCheckpoint, *, note: Callable[[str], None]) -> 
     Raises:
         UserError: the checkpoint is not of its recipe's model, or an adapter's base is not there.
     """
-    read = _adapted(loaded, note) if has_adapter(loaded.recipe) else _plain(loaded)
+    read = _adapted(loaded, note) if has_adapter(loaded.recipe) else read_plain(loaded)
     return StreamedState(loaded.root.model, read)
 
 
@@ -496,7 +496,7 @@ class StreamedState(MergedState):
             module._parameters |= mine
 
 
-def _plain(loaded: LoadedCheckpoint) -> ReadParameter:
+def read_plain(loaded: LoadedCheckpoint) -> ReadParameter:
     """Parameters of a checkpoint that holds all of its model."""
     checkpoint, model = loaded.checkpoint, loaded.root.model
     table = check_weights(checkpoint, model)

@@ -41,6 +41,7 @@ from llmfoundry.cli.commands.track import run_with_record
 from llmfoundry.cli.dry_run_models import (
     CPU,
     Rows,
+    plan_averaging,
     plan_conversion,
     plan_drawing,
     plan_evaluation,
@@ -604,6 +605,7 @@ PLANS: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
     "chat": plan_drawing,
     "serve": plan_serving,
     "convert": plan_conversion,
+    "average_checkpoints": plan_averaging,
     "plan": plan_planning,
     "track": plan_tracking,
     "launch": plan_launching,

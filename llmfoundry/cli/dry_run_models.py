@@ -1,4 +1,4 @@
-"""`--dry-run` of eval, generate, chat, serve and convert: what a command would do with a model."""
+"""`--dry-run` of eval, generate, chat, serve, convert and average: what they would do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from llmfoundry.api.averaging import open_sources
 from llmfoundry.api.conversion import check_destination
 from llmfoundry.api.examine import check_models, check_prompts, with_addresses
 from llmfoundry.api.external_models import is_outside
@@ -26,8 +27,10 @@ from llmfoundry.cli.inference_plan import run_memory_lines
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
+from llmfoundry.files import refuse_used
 from llmfoundry.loggers.console import Console
 from llmfoundry.recipe.after_training import (
+    AverageRecipe,
     ChatRecipe,
     ConvertRecipe,
     EvalRecipe,
@@ -154,3 +157,12 @@ def _checkpoint(path: str, weights: str | None = None) -> Rows:
         reason = attention_refusal(recipe.resolve(), CPU)
         if reason is not None:
             yield "attention", f"auto here; {reason}"
+
+
+def plan_averaging(recipe: AverageRecipe) -> Rows:
+    """Yield the plan of scripts/average.py."""
+    output = Path(str(recipe.output)).expanduser()
+    refuse_used(output)
+    for source in open_sources(recipe, lambda line: None):
+        yield "checkpoint", f"{source.loaded.checkpoint}, {source.share:.4g} of the average"
+    yield "to", f"{show(output)}, as a run of ours"

@@ -1,13 +1,14 @@
-"""Recipes of scripts that use a run: eval, convert, generate, chat, serve, track, compare, runs.
+"""Recipes of scripts that use runs: eval, convert, average, generate, chat, serve, track and more.
 
-All but track.py, compare.py and runs.py take a `checkpoint`: a run's folder (its newest complete
-checkpoint), a checkpoint's folder, the URL of one, such as s3://bucket/runs/mine, or a version in
-MLflow's registry, such as models:/NAME@best (`builders/registry.py`). All but convert.py also take
-models from other sources (`builders/open_model.py`).
+All but average.py, track.py, compare.py and runs.py take a `checkpoint`: a run's folder (its newest
+complete checkpoint), a checkpoint's folder, the URL of one, such as s3://bucket/runs/mine, or a
+version in MLflow's registry, such as models:/NAME@best (`builders/registry.py`). All but convert.py
+also take models from other sources (`builders/open_model.py`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -210,6 +211,59 @@ class ConvertRecipe:
         """Resolve defaults in place."""
         if self.to == "peft":
             self.adapter_experts = self.adapter_experts or "stacked"
+
+
+@dataclass
+class AverageRecipe:
+    """Average of the weights of several checkpoints, as a checkpoint."""
+
+    FOLDERS_KEY: ClassVar[str] = "checkpoints"
+
+    checkpoints: Annotated[list[str], PATH] = field(default_factory=list)
+    """Checkpoints of one model: runs' folders (their newest checkpoints), checkpoints' folders, or
+    URLs of either; or with `last` one run."""
+    last: Annotated[int | None, Range(1, 10_000)] = None
+    """Average this many of the run's newest checkpoints; unset: those that are named."""
+    proportions: list[float] | None = None
+    """Weight of each checkpoint in the average, oldest first with `last`; they need not add up to
+    1. Unset: all the same, which is the mean."""
+    weights: Annotated[str, choice(WEIGHTS)] = WEIGHTS[0]
+    """Which weights of each checkpoint to average. trained: those that the optimizer updated. ema:
+    their exponential moving average (ema.decay)."""
+    output: Annotated[str | None, PATH] = None
+    """The folder to write, a run's with one checkpoint; it must not exist or must be empty."""
+    registry: RegistryPlace = field(default_factory=RegistryPlace)
+    """MLflow store for models:/NAME@alias."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files or modules that the model needs. The plugins of its recipe are not imported."""
+
+    def check(self) -> Iterator[str]:
+        """Yield an error line for each problem."""
+        yield from check_fields("", self)
+        yield from _is_here(self.output)
+        if self.output is None:
+            yield "output: is required; write output=runs/NAME, the folder to write"
+        names = self.checkpoints
+        if self.last is None and len(names) < 2:
+            yield "checkpoints: write two or more, or one run and last=5, its five newest"
+        elif self.last is not None and len(names) != 1:
+            yield f"last: is of one run, and checkpoints has {len(names)}; write one run's folder"
+        for name in {name for name in names if names.count(name) > 1}:
+            yield f"checkpoints: {name} is there more than once; write proportions to weight it"
+        yield from self._check_proportions()
+
+    def _check_proportions(self) -> Iterator[str]:
+        if self.proportions is None:
+            return
+        count = self.last or len(self.checkpoints)
+        if len(self.proportions) != count:
+            yield f"proportions: {len(self.proportions)} of {count} checkpoints; write one of each"
+        finite = all(math.isfinite(value) and value >= 0 for value in self.proportions)
+        if not finite or not sum(self.proportions) > 0:
+            yield f"proportions: {self.proportions}; write numbers of 0 or more, not all 0"
+
+    def fill(self) -> None:
+        """Do nothing: every default is a constant."""
 
 
 @dataclass

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry.recipe.after_training import (
+    AverageRecipe,
     ChatRecipe,
     CompareRecipe,
     ConvertRecipe,
@@ -54,6 +55,7 @@ SCRIPTS: dict[str, type] = {
     "eval": EvalRecipe,
     "generate": GenerateRecipe,
     "convert": ConvertRecipe,
+    "average": AverageRecipe,
     "fetch_eval_data": FetchRecipe,
     "track": TrackRecipe,
     "migrate": MigrateRecipe,
@@ -73,6 +75,7 @@ SOUND = {  # what the scripts without a recipe's file need
     "chat": ["checkpoint=runs/x"],
     "serve": ["checkpoint=runs/x"],
     "convert": ["checkpoint=runs/x", "to=hf", "output=out"],
+    "average": ["checkpoints=[runs/x]", "last=2", "output=out"],
     "fetch_eval_data": ["from_hub=true"],
     "track": ["run=runs/x"],
     "compare": ["runs=[runs/x]"],
