@@ -33,6 +33,7 @@ from llmfoundry.hf.architectures import (
 )
 from llmfoundry.hf.layer_keys import read_layers, write_layers
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
+from llmfoundry.hf.mxfp4 import METHOD
 from llmfoundry.hf.rope_keys import ROPES, read_rope, write_rope
 from llmfoundry.hf.tensor_names import MAPS, has_bias
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig, ResolvedModelConfig
@@ -308,8 +309,13 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
                 f"config.json: {fixed.theirs} {field_text(value)}; {architecture.model_type} is"
                 f" read with {field_text(fixed.value)} alone{architecture.advice}"
             )
-    if written.get("quantization_config") is not None:
-        problems.append("config.json: quantization_config; write a folder that is not quantised")
+    if (quantized := written.get("quantization_config")) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        if method != METHOD:
+            problems.append(
+                f"config.json: quantization_config.quant_method: {field_text(method)};"
+                f" only {METHOD} is read; write a folder that is not quantized"
+            )
 
 
 def _settle_mixture(values: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from llmfoundry.files import AGAIN, MOST_BYTES, read_object, read_object_if_ther
 from llmfoundry.hf.architectures import ARCHITECTURES, OWN
 from llmfoundry.hf.config_keys import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, foundry_map
+from llmfoundry.hf.mxfp4 import Mxfp4
 from llmfoundry.hf.safetensors_file import SafetensorsFile
 from llmfoundry.hf.tensor_names import MAPS, WeightMap, bias_names, check_shape, to_ours
 from llmfoundry.models.decoder import Decoder
@@ -276,7 +277,7 @@ assert set(MAPS) == set(ARCHITECTURES), "an architecture needs both its settings
 
 
 class WeightFiles:
-    """All tensors of a folder by name.
+    """All tensors of a folder by name; packed ones (`mxfp4.py`) are read as one weight each.
 
     Attributes:
         names: names of all tensors.
@@ -291,15 +292,24 @@ class WeightFiles:
             sketches = reader(file).sketches()
             self._where |= dict.fromkeys(sketches, file)
             self._sketches |= sketches
+        self._packed = Mxfp4.of(self._sketches)
+        for part in self._packed.parts():
+            del self._sketches[part]
+        self._sketches |= self._packed.sketches
         self._open: tuple[Path, WeightReader] | None = None
 
     @property
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        return set(self._where)
+        return set(self._sketches)
 
     def get(self, name: str) -> Tensor:
         """Return a tensor on the CPU, memory-mapped: its pages are read when they are used."""
+        if name in self._packed.sketches:
+            return self._packed.get(name, self._stored)
+        return self._stored(name)
+
+    def _stored(self, name: str) -> Tensor:
         file = self._where[name]
         if self._open is None or self._open[0] != file:
             self._open = None  # unmap the previous file first: at most one file is mapped
