@@ -26,7 +26,7 @@ def split(weight: Tensor) -> Tensor:
     parts[2:] = weight
     rest = weight - parts[2]
     parts[1] = rest
-    torch.sub(rest, parts[1], out=parts[0])
+    parts[0] = rest - parts[1]
     return parts
 
 
@@ -51,7 +51,7 @@ def gradients(grad: Tensor, x: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     g[:, :2] = grad[:, None]
     rest = grad - g[:, 1]
     g[:, 2] = rest
-    torch.sub(rest, g[:, 2], out=g[:, 3])
+    g[:, 3] = rest - g[:, 2]
     dx = g.flatten(1) @ parts[1:].flatten(0, 1)
     terms = wide_mm(g[:, 1:].flatten(1).T, x)  # (3 E, D)
     return dx, terms.view(3, *parts.shape[1:]).sum(0)
