@@ -36,6 +36,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import atomic_write
 from llmfoundry.loggers.console import Console
 from llmfoundry.loggers.tracker import Tracker
+from llmfoundry.plan.compile_choice import may_compile
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe
 from llmfoundry.recipe.loss import CROSS_ENTROPY
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
@@ -101,7 +102,7 @@ def run_training(recipe: ResolvedTrainRecipe, hooks: Hooks = Hooks()) -> Ended:
     with (
         join(recipe.parallel) as world,
         hold_run(run, world, note=print),
-        monitored(hang, world, run.folder, is_compiled=recipe.compile),
+        monitored(hang, world, run.folder, is_compiled=may_compile(recipe, world.device)),
     ):
         if hooks.begin is not None:
             hooks.begin(world, run.folder)
@@ -261,11 +262,6 @@ def _take_loss(recipe: ResolvedTrainRecipe, loss: LossFunction) -> None:
         )
     if recipe.loss.name != CROSS_ENTROPY:
         raise UserError(f"loss: {name}, but loss.name is {recipe.loss.name}; write one of the two")
-    if recipe.loss.z_loss_weight is not None:
-        raise UserError(
-            f"loss: {name}, but loss.z_loss_weight is of the built-in loss; leave it out, and add a"
-            " z-loss in the function"
-        )
     if isinstance(recipe, ResolvedFinetuneRecipe) and recipe.preference.name != "none":
         raise UserError(
             f"loss: {name}, but preference.name: {recipe.preference.name} is a loss, too; write one"

@@ -18,6 +18,7 @@ from llmfoundry.builders.adapter import (
     lora_plus_ratio,
 )
 from llmfoundry.builders.callbacks import build_callbacks
+from llmfoundry.builders.compilation import settle_compile
 from llmfoundry.builders.data import RunData, few_rows_lines, open_data
 from llmfoundry.builders.evaluation import build_evaluate, build_objective
 from llmfoundry.builders.microbatch import build_limit, settle_microbatch
@@ -97,7 +98,7 @@ from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_siz
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.average import AveragedWeights
-from llmfoundry.train.objective import CrossEntropy, Objective
+from llmfoundry.train.objective import CROSS_ENTROPY, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
 from llmfoundry.train.own_loss import OwnLoss
@@ -137,6 +138,8 @@ def build_trainer(
     data, clock, loader = open_batches(recipe, tokenizer, world, note)
     # 3. Build the model, with a microbatch that fits the memory.
     chosen = _fitted(recipe, fit, start, run, world, note)
+    steps, microbatch = clock.total, chosen.microbatch
+    settle_compile(recipe, world, start, steps=steps, microbatch=microbatch, note=note)
     root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
     job = RunContext(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. Build the optimizer.
@@ -221,7 +224,7 @@ def step_settings(
         microbatch=microbatch,
         autocast=build_autocast(recipe.precision, world.device),
         clipping=recipe.gradient_clipping,
-        objective=objective or CrossEntropy(recipe.loss.z_loss_weight),
+        objective=objective or CROSS_ENTROPY,
         data_group=world.data_group,
         token_group=world.token_group,
         shard_tokens=token_sharding(root),
@@ -439,7 +442,7 @@ def check_layout(recipe: ResolvedTrainRecipe, world: World) -> None:
     """Check that the degrees match the number of ranks and the model."""
     degrees = recipe.parallel.degrees(world.size)
     problems = list(limits(recipe.model, recipe.parallel, degrees))
-    if recipe.compile and not problems:
+    if recipe.compile is True and not problems:
         problems = list(compiled_limits(recipe.model, recipe.parallel))
     if problems:
         raise UserError(*problems)

@@ -58,6 +58,7 @@ from llmfoundry.migrate.migration import report
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.communication import CollectiveTraffic, communication, spanning
+from llmfoundry.plan.compile_choice import choose_compile, planned_steps
 from llmfoundry.plan.fit import (
     Fit,
     check_workers,
@@ -94,7 +95,7 @@ from llmfoundry.recipe.parallel import node_size
 from llmfoundry.recipe.paths import find_file, find_shipped, show
 from llmfoundry.recipe.scaling import ScalingRecipe
 from llmfoundry.recipe.source import SourceConfig, under_key
-from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
+from llmfoundry.recipe.train import AUTO, ResolvedTrainRecipe, TrainRecipe
 from llmfoundry.redaction import public
 from llmfoundry.resilience.check.host import recipe_paths
 from llmfoundry.scaling.points import read_points
@@ -179,6 +180,7 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
     parallel = recipe.parallel
     if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
         yield "", checkpointing_line(guessed, fit)
+    yield from _compilation(guessed, world, fit, _timed_gpu(world, hardware))
     if world.size > 1 and model is None:
         if hardware is not None:
             node = hardware.gpu.node
@@ -252,6 +254,26 @@ def _is_tokenizer_here(recipe: ResolvedTrainRecipe) -> bool:
     if config.name == "huggingface":
         return Path(str(config.path)).expanduser().exists()
     return config.name in ("bytes", PRETRAINED)
+
+
+def _compilation(recipe: ResolvedTrainRecipe, world: World, fit: Fit, gpu: Gpu | None) -> Rows:
+    """Yield what `compile: auto` chooses on GPUs, and set the recipe to it."""
+    if recipe.compile != AUTO or world.device.type != "cuda":
+        return
+    steps = planned_steps(recipe)
+    if steps is None:
+        yield "", "compile: auto is decided by the number of steps, which depends on the data"
+        return
+    choice = choose_compile(
+        with_level(recipe, fit.checkpointing, fit.compression),
+        device=world.device,
+        world_size=world.size,
+        steps=steps,
+        microbatch=fit.microbatch,
+        gpu=gpu,
+    )
+    yield "", choice.line()
+    recipe.compile = choice.is_on
 
 
 def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:

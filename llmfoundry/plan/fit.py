@@ -238,7 +238,7 @@ def _ways(recipe: ResolvedTrainRecipe, device: torch.device) -> list[tuple[str, 
     compression = recipe.parallel.activation_compression
     compressions = ("none", "int8") if compression == "auto" else (compression,)
     ways = [*product(levels, compressions)]
-    if not recipe.compile:
+    if recipe.compile is not True:
         return ways
 
     # those that can be compiled
@@ -252,7 +252,7 @@ def _ways(recipe: ResolvedTrainRecipe, device: torch.device) -> list[tuple[str, 
 
 def _levels(recipe: ResolvedTrainRecipe, device: torch.device) -> list[str]:
     """Return the levels of checkpointing; `selective` only if it can be compiled."""
-    is_uncompiled = recipe.compile and (device.type == "cpu" or recipe.cuts_within_blocks)
+    is_uncompiled = recipe.compile is True and (device.type == "cpu" or recipe.cuts_within_blocks)
     return [level for level in RECOMPUTED if not (is_uncompiled and level == "selective")]
 
 

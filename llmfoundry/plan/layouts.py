@@ -287,7 +287,7 @@ def _all(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[ResolvedTrai
         reshard_values = [parallel.reshard_after_forward]
         if parallel.reshard_after_forward:
             reshard_values.append(False)
-        is_uncompiled = base.compile and base.cuts_within_blocks
+        is_uncompiled = base.compile is True and base.cuts_within_blocks
         compression = "none" if parallel.activation_compression == "auto" else None
 
         # each checkpointing, without the settings that have no effect on it

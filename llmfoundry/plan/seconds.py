@@ -332,7 +332,7 @@ def _moved(
         fixed, row = a_pass.fixed, a_pass.row  # bytes and launches in all, and per sequence
         moved = fixed.moved + rows * row.moved
         launches = fixed.launches + rows * row.launches
-        if recipe.compile:
+        if recipe.compile is True:
             moved = fixed.fused + rows * row.fused
             launches = fixed.fused_launches + rows * row.fused_launches
         spent = spent.plus(GpuTime(memory=moved / reached.memory, launches=launches).times(n))

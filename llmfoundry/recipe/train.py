@@ -73,6 +73,7 @@ PRECISIONS = ("fp32", "amp_bf16", "bf16", "amp_fp8")
 FP8_RECIPES = ("rowwise", "tensorwise")
 FP8 = PRECISIONS[-1]
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+AUTO = "auto"  # of `compile`
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs
 GRAPH_ADVICE = "write default or max-autotune-no-cudagraphs"
 
@@ -127,10 +128,11 @@ class TrainRecipe:
     fp8_emulate: Annotated[bool | None, Only("precision", FP8)] = None
     """Round to fp8 and compute in a wider dtype, slowly but on any device, to try the numerics.
     Default false."""
-    compile: bool = False
+    compile: Annotated[bool | str, choice((AUTO,), "true or false")] = AUTO
     """Compile each block with torch.compile: steps are faster after a first step that takes a
-    minute."""
-    compile_mode: Annotated[str | None, choice(COMPILE_MODES), Only("compile")] = None
+    minute. auto: on a GPU, if the steps of the run save more time than compiling takes; a resumed
+    run keeps the choice."""
+    compile_mode: Annotated[str | None, choice(COMPILE_MODES), Only("compile", True)] = None
     """Mode of torch.compile; default "default". reduce-overhead and max-autotune record CUDA
     graphs, which require GPUs, no sharding, and one microbatch per step."""
     max_duration: str = "1ep"
@@ -290,7 +292,7 @@ class TrainRecipe:
         """Check compilation against parallelism and activation checkpointing."""
         # CUDA graphs need weights at fixed addresses
         mode = self.compile_mode
-        if self.compile and mode in GRAPH_MODES and not self.parallel.keeps_whole:
+        if self.compile is True and mode in GRAPH_MODES and not self.parallel.keeps_whole:
             key = next(name for name in (*AXES[1:], EXPERT) if getattr(self.parallel, name) != 1)
             yield (
                 f"compile_mode: {mode} replays CUDA graphs, whose weights may not move, and shards"
@@ -300,20 +302,25 @@ class TrainRecipe:
 
         # activation checkpointing
         level, parallel = self.parallel.activation_checkpointing, "parallel.activation"
-        if self.parallel.activation_memory_budget is not None and not self.compile:
+        if self.parallel.activation_memory_budget is not None and self.compile is not True:
             yield f"{parallel}_memory_budget: has no effect without compile: true; remove it"
         if mode in GRAPH_MODES and self.parallel.activation_compression != "none":
             yield (
                 f"{parallel}_compression: compile_mode: {mode} keeps what its CUDA graphs write in"
                 f" memory of their own, compressed or not; {GRAPH_ADVICE}"
             )
-        if self.compile and level == "selective" and self.cuts_within_blocks:
+        if self.compile is True and level == "selective" and self.cuts_within_blocks:
             key = EXPERT if self.parallel.expert_parallel_degree != 1 else AXES[-1]
             yield (
                 "parallel.activation_checkpointing: selective is not compiled where FSDP cuts the"
                 f" experts of a block apart (parallel.{key}: {getattr(self.parallel, key)}); write"
                 " whole or none, or compile: false"
             )
+
+    def compile_problems(self) -> Iterator[str]:
+        """Yield a line for each setting that `compile: true`, which is set, does not support."""
+        yield from self._check_compile()
+        yield from compiled_limits(self.model, self.parallel)
 
     @property
     def cuts_within_blocks(self) -> bool:
@@ -333,7 +340,7 @@ class TrainRecipe:
         # parallelism and compilation
         problems = [*limits(self.model, self.parallel, self.parallel.written_degrees)]
         yield from problems
-        if self.compile and not problems:
+        if self.compile is True and not problems:
             yield from compiled_limits(self.model, self.parallel)
 
         # tokenizer and data that only fine-tuning supports
@@ -460,7 +467,7 @@ class TrainRecipe:
             self.precision = "amp_bf16"
             self.fp8_recipe = self.fp8_recipe or FP8_RECIPES[0]
             self.fp8_emulate = bool(self.fp8_emulate)
-        if self.compile and self.compile_mode is None:
+        if self.compile is True and self.compile_mode is None:
             self.compile_mode = "default"
         if self.save_async and self.save_max_wait is None:
             self.save_max_wait = 30.0

@@ -100,6 +100,7 @@ class LoopRecipe(Protocol):
     eval_first: bool
     save_interval: str
     pause_at: str | None
+    compile: bool | str
     model: ResolvedModelConfig
     optimizer: ResolvedOptimizerConfig
     schedule: ResolvedScheduleConfig
@@ -588,6 +589,7 @@ class Trainer:
             "spikes": self.spikes.state(),
             "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
             "activation_compression": self.recipe.parallel.activation_compression,
+            "compile": self.recipe.compile,
             "settings": self._training_settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},
         }

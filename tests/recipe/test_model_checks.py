@@ -89,7 +89,8 @@ LINES = {
     "rrides.overrides.near: is not in order and has no effect; remove it",
     "model.block_overrides={order: [{repeat: 24}]}": "model.block_overrides.order[0]: has both or",
     "precision=fp32 model.attn_config.attn_impl=flash": "model.attn_config.attn_impl: flash comput",
-    "compile_mode=default": "compile_mode: has no effect with compile: false; remove it",
+    "compile_mode=default": "compile_mode: has no effect with compile: auto, only with true; "
+    "remove it",
     "compile=true compile_mode=reduce-overhead parallel.data_parallel_shard_degree=8": "compile_mod"
     "e: reduce-overhead replays CUDA graphs, whose weights may not move, and shards (parallel.data_"
     "parallel_shard_degree: 8) are gathered anew for every block; write default or max-autotune-no",
