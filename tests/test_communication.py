@@ -93,6 +93,8 @@ CHANGES = [  # of a shape on so many processes
     ("dbrx", "shard=2 context=4 expert=8", "parallel.activation_checkpointing=whole"),
     ("dbrx", "shard=8 expert=4", "parallel.activation_checkpointing=selective"),
     ("dbrx", "shard=8 expert=4", "precision=bf16"),
+    ("dbrx", "shard=8 expert=4", "parallel.expert_capacity=1.5"),
+    ("dbrx", "shard=4 tensor=2 expert=4", "parallel.expert_capacity=9"),  # four is all
     ("mpt", "shard=4 tensor=2", "parallel.reduce_scatter_each_microbatch=false"),
     ("mpt", "shard=4 tensor=2", "model.no_bias=false"),
 ]

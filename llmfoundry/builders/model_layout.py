@@ -105,11 +105,12 @@ def join_layout(config: ParallelConfig) -> Iterator[tuple[World, ModelLayout]]:
 
 
 def without_activations(config: ParallelConfig) -> ParallelConfig:
-    """Return the section without its settings of saved activations: inference saves none."""
+    """Return the section without its settings of training: inference saves no activations."""
     return replace(
         config,
         activation_checkpointing="none",
         activation_checkpointing_target=None,
         activation_compression="none",
         activation_memory_budget=None,
+        expert_capacity=None,
     )

@@ -26,12 +26,15 @@ from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.models.router import StatisticsGroups
 
 
-def apply_expert_parallel(root: Root, meshes: Meshes | None) -> None:
-    """Shard the experts of all layers if the mesh has an expert dimension."""
+def apply_expert_parallel(root: Root, meshes: Meshes | None, capacity: float | None) -> None:
+    """Shard the experts of all layers if the mesh has an expert dimension.
+
+    `capacity` is the recipe's parallel.expert_capacity.
+    """
     if meshes is None or meshes.expert is None:
         return
     for layer in mixtures(root):
-        layer.group = meshes.expert.get_group()
+        layer.group, layer.capacity = meshes.expert.get_group(), capacity
         _shard(layer.experts, meshes)
 
 

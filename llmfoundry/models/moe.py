@@ -7,6 +7,9 @@ tokens to the ranks of their experts and back.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -142,10 +145,13 @@ class MoE(nn.Module):
 
     Attributes:
         group: the expert-parallel ranks; None: all experts are local.
+        capacity: in training, rows that a rank sends to each rank of `group`, in multiples of the
+            even share; None: exact numbers of rows.
         statistics_groups: ranks whose tokens count in `Routed`; set by `distributed/experts.py`.
     """
 
     group: dist.ProcessGroup | None = None
+    capacity: float | None = None
     statistics_groups = StatisticsGroups()
 
     def __init__(self, config: ResolvedModelConfig) -> None:
@@ -179,7 +185,8 @@ class MoE(nn.Module):
         logits = self.router(tokens)  # (N, E)
         scores = self.router.scores(logits)
         weights, experts = self.router.choose(scores)  # (N, k) each
-        y = self.combine(tokens, weights, experts)  # (N, D)
+        capacity = self._rows_per_rank(batch_size * length)
+        y, overflow = self.combine(tokens, weights, experts, capacity)  # (N, D)
         if indices is not None:
             y = y.new_zeros(batch_size * length, width).index_copy(0, indices, y)
         if not self.training:
@@ -196,19 +203,48 @@ class MoE(nn.Module):
         routed = statistics.routed(
             self.statistics_groups, top_k=experts.shape[1], batch_size=batch_size
         )
-        return y.view(x.shape), routed
+        return y.view(x.shape), routed._replace(overflow=overflow)
 
-    def combine(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts, plus the shared expert, for x (N, D)."""
+    def _rows_per_rank(self, tokens: int) -> int | None:
+        """Return the capacity in rows for `tokens` tokens, padding included; None: exact.
+
+        All ranks have the same number of sequences and the same length, but not the same padding.
+        """
+        if self.group is None or self.capacity is None or not self.training:
+            return None
+        share = tokens * self.config.moe_top_k / self.group.size()
+        return math.ceil(min(self.capacity, self.group.size()) * share)
+
+    def combine(
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weighted sum of the chosen experts, plus the shared expert, for x (N, D).
+
+        The second result is `TokenExchange.overflow`.
+        """
         compute_experts = partial(self.experts, impl=self.config.moe_impl)
         if self.group is None:
             y = compute_experts(x, weights, experts)
-            return y if self.shared is None else y + self.shared(x)
+            return y if self.shared is None else y + self.shared(x), None
         # expert parallelism: the shared expert overlaps with the all-to-all
-        exchange = TokenExchange(x, experts, n_experts=self.experts.n, group=self.group)
+        exchange = TokenExchange(
+            x, weights, experts, n_experts=self.experts.n, group=self.group, capacity=capacity
+        )
         shared = None if self.shared is None else self.shared(x)
-        received, local_experts = exchange.arrived()  # (M, D) and (M, 1)
-        ones = weights.new_ones(local_experts.shape)
-        exchange.send_back(compute_experts(received, ones, local_experts))
-        y = exchange.combined(weights)
-        return y if shared is None else y + shared
+        exchange.send_back(compute_experts(*exchange.arrived()))
+        y = exchange.combined()
+        return y if shared is None else y + shared, exchange.overflow
+
+
+@contextmanager
+def exact_exchanges(model: nn.Module) -> Iterator[None]:
+    """Context in which ranks send exact numbers of rows, whatever `MoE.capacity` is."""
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    capacities = [layer.capacity for layer in layers]
+    for layer in layers:
+        layer.capacity = None
+    try:
+        yield
+    finally:
+        for layer, capacity in zip(layers, capacities, strict=True):
+            layer.capacity = capacity

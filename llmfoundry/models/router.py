@@ -200,6 +200,8 @@ class Routed(NamedTuple):
         load: (E,), number of times that each expert was chosen; the sum is k * tokens.
         probability: (E,), router probabilities summed over tokens; the sum is `tokens`.
         tokens: (), number of routed tokens: B * T without padding.
+        overflow: (), rows of this rank that exceed parallel.expert_capacity, whose tokens are NaN;
+            None: no capacity.
     """
 
     balance: Tensor
@@ -207,6 +209,7 @@ class Routed(NamedTuple):
     load: Tensor
     probability: Tensor
     tokens: Tensor
+    overflow: Tensor | None = None
 
 
 class Routing(NamedTuple):
@@ -218,12 +221,15 @@ class Routing(NamedTuple):
         load: (L, E).
         probability: (L, E).
         tokens: (L,).
+        overflow: (), rows of all layers on this rank that exceed parallel.expert_capacity; None: no
+            capacity.
     """
 
     losses: dict[str, Tensor]
     load: Tensor
     probability: Tensor
     tokens: Tensor
+    overflow: Tensor | None = None
 
 
 def over_layers(layers: list[Routed], ffn: ResolvedFFNConfig) -> Routing:
@@ -232,14 +238,15 @@ def over_layers(layers: list[Routed], ffn: ResolvedFFNConfig) -> Routing:
     Averaged over layers, the balancing loss is megablocks' batched_load_balancing_loss. At perfect
     balance it equals its weight. tests/models/test_moe.py has the formula.
     """
-    stacked = [torch.stack(field) for field in zip(*layers, strict=True)]
-    balance, z, load, probability, tokens = stacked
+    *fields, overflows = zip(*layers, strict=True)
+    balance, z, load, probability, tokens = (torch.stack(field) for field in fields)
+    overflow = None if overflows[0] is None else torch.stack(overflows).sum()
     losses = {}
     if ffn.moe_loss_weight is not None:
         losses["lbl"] = ffn.moe_loss_weight * balance.mean()
     if ffn.moe_zloss_weight is not None:
         losses["z"] = ffn.moe_zloss_weight * z.mean()
-    return Routing(losses, load, probability, tokens)
+    return Routing(losses, load, probability, tokens, overflow)
 
 
 class StatisticsGroups(NamedTuple):

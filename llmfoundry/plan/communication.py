@@ -299,7 +299,8 @@ def expert_parallel(
     """Yield the all-to-all of tokens to the experts and back, 4 (p - 1) / p * top_k * d per token.
 
     This counts both passes and assumes balanced expert load. A rank whose experts have a times the
-    mean load receives a times as much and returns as much. Full activation checkpointing repeats
+    mean load receives a times as much and returns as much. With parallel.expert_capacity the amount
+    is that many times the even one, whatever the load. Full activation checkpointing repeats
     the forward pass. Under tensor parallelism each rank dispatches its own tokens.
     """
     p, model = degrees.expert, recipe.model
@@ -307,11 +308,16 @@ def expert_parallel(
         return
     top_k = model.ffn_config.moe_top_k
     tokens = rows * -(-tokens_of_row(recipe, degrees) // degrees.tensor)
-    values = (p - 1) * tokens * top_k * model.d_model // p
+    rows_sent, capacity = (p - 1) * tokens * top_k // p, recipe.parallel.expert_capacity
+    if capacity is not None:
+        rows_sent = (p - 1) * math.ceil(min(capacity, p) * (tokens * top_k / p))
     is_full = recomputation(recipe.parallel.activation_checkpointing) == "whole"
-    times = (6 if is_full else 4) * model.n_layers
-    # each exchange is preceded by one of the numbers of tokens
-    sent, calls = times * _low(recipe) * values, 2 * times * microbatches
+    passes = (3 if is_full else 2) * model.n_layers
+    # a pass sends rows there and back, and weight and expert of each row, or its gradient, in fp32
+    sent = passes * rows_sent * (2 * _low(recipe) * model.d_model + 2 * 4)
+    # a forward pass also sends the numbers of rows, without a capacity
+    counts = 0 if capacity is not None else passes - model.n_layers
+    calls = (3 * passes + counts) * microbatches
     yield CollectiveTraffic("tokens", "all_to_all", p, 1, sent, calls=calls)
 
 

@@ -208,6 +208,7 @@ AXES = (
 )
 """Dimensions of the device mesh, outermost first: adjacent ranks communicate most."""
 EXPERT = "expert_parallel_degree"
+CAPACITY = Range(1, 2**16, "the number of expert-parallel ranks, which any load fits")
 CONTEXT_METHODS = ("ulysses", "all_gather")
 NCCL, GLOO = "nccl", "gloo"
 NODE = 8
@@ -303,6 +304,13 @@ class ParallelConfig:
     """Number of ranks over which the experts of a layer are distributed; an all-to-all sends tokens
     to their experts and back. -1: the largest degree that divides a node and one replica, so that
     tokens stay inside a node. A larger degree is possible, and its cost is reported."""
+    expert_capacity: Annotated[float | None, CAPACITY, Unless(EXPERT, 1)] = None
+    """Rows that a rank sends to each other rank of its experts, in multiples of the even share.
+    Unset: exact numbers of rows, for which the host waits for the GPU in every layer and pass. A
+    number, such as 1.5: always that many, of which some are unused, and the host never waits. It
+    multiplies the communication of tokens and the activations of experts. No token is dropped: a
+    step in which some rank has more rows than that for another is repeated with exact numbers, and
+    reported."""
     reshard_after_forward: Annotated[bool | None, Unless((*AXES[1:], EXPERT), 1)] = None
     """Free the weights of a block after its forward pass and gather them again for the backward
     pass; default true. False keeps them: faster, more memory."""
@@ -478,7 +486,7 @@ def limits(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> It
         yield from _transformers(degrees)
         return
     if degrees.expert > 1:
-        yield from _expert(model, degrees)
+        yield from _expert(model, parallel, degrees)
     if degrees.context > 1:
         yield from _context(model, parallel, degrees)
     if degrees.tensor > 1:
@@ -535,7 +543,7 @@ def _transformers(degrees: Degrees) -> Iterator[str]:
             )
 
 
-def _expert(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
+def _expert(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> Iterator[str]:
     key, experts = "parallel.expert_parallel_degree", model.ffn_config.moe_num_experts
     if model.ffn_config.ffn_type != "dmoe":
         yield f"{key}: {degrees.expert}, but the model has no experts; write 1"
@@ -545,6 +553,11 @@ def _expert(model: ModelConfig, degrees: Degrees) -> Iterator[str]:
         yield (
             "model.ffn_config.moe_impl: megablocks wants rows for its experts, and a process that"
             f" shares them ({key}: {degrees.expert}) may get none; write grouped_mm"
+        )
+    elif model.ffn_config.moe_impl == "torch" and parallel.expert_capacity is not None:
+        yield (
+            "parallel.expert_capacity: the host reads the rows of each expert with"
+            " model.ffn_config.moe_impl: torch; remove it, or write moe_impl: grouped_mm"
         )
 
 

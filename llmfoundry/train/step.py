@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.errors import UserError, is_out_of_memory, requested_memory
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.moe import exact_exchanges
 from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
@@ -50,6 +51,8 @@ class StepResult:
             those of `Routing.losses`; else empty.
         routing: load and probability of every expert over the global batch; None without experts.
         reported: sums over the global batch that the objective's `metrics` are computed from.
+        overflow: rows that exceeded parallel.expert_capacity on any rank, for which the passes of
+            the step were repeated.
     """
 
     loss: Tensor
@@ -58,6 +61,7 @@ class StepResult:
     parts: dict[str, Tensor] = field(default_factory=dict)
     routing: Routing | None = None
     reported: dict[str, Tensor] = field(default_factory=dict)
+    overflow: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,11 @@ def train_step(
 
     # forward and backward passes, then one all-reduce of the losses
     sums = _accumulate(module, microbatches, settings, divisors, hooks)
+    overflow = sums.overflow()
+    if overflow:  # rows had no room: gradients are NaN on some ranks
+        optimizer.zero_grad(set_to_none=True)
+        with exact_exchanges(module):
+            sums = _accumulate(module, microbatches, settings, divisors, hooks)
     losses, reported, routing = sums.over_processes(settings.token_group)
     parameters = [p for p in module.parameters() if p.grad is not None]
     if OWN_COUNT in reported:
@@ -186,7 +195,8 @@ def train_step(
         hooks.on_gradients()
     with span("optimizer"):
         CLIPPINGS[clipping.clipping_type](parameters, clipping.clipping_threshold, norm)
-    result = StepResult(loss, norm, count, losses if len(losses) > 1 else {}, routing, reported)
+    parts = losses if len(losses) > 1 else {}
+    result = StepResult(loss, norm, count, parts, routing, reported, overflow)
 
     # update the weights; a fused optimizer skips the update where found_inf is 1
     guard.observe(number, loss, norm)
@@ -348,6 +358,7 @@ class StepSums:
         self._sums: list[Tensor] = []
         self._reported: list[str] = []
         self._routing: Routing | None = None
+        self._overflow: Tensor | None = None
 
     def add(
         self, losses: list[Tensor], reported: dict[str, Tensor], routing: Routing | None
@@ -364,6 +375,18 @@ class StepSums:
         if self._sums:
             values = [a + b for a, b in zip(self._sums, values, strict=True)]
         self._sums, self._reported, self._routing = values, [*reported], routing
+        if routing is not None and routing.overflow is not None:
+            more = 0 if self._overflow is None else self._overflow
+            self._overflow = routing.overflow.detach() + more
+
+    def overflow(self) -> int:
+        """Return the rows of all ranks that exceeded parallel.expert_capacity.
+
+        With a capacity, the host waits for the passes of the step here, and nowhere else.
+        """
+        if self._overflow is None:
+            return 0
+        return int(sum_over_processes(self._overflow, None))
 
     def over_processes(
         self, group: dist.ProcessGroup | None

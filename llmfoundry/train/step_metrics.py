@@ -81,7 +81,7 @@ class LoggedStep:
         tensors = {"sums": sums, "norm": result.grad_norm, "first bad": guard.first, "seen": seen}
         tensors["left out"] = left_out
         if result.routing is not None:
-            _, load, probability, tokens = result.routing
+            _, load, probability, tokens, _ = result.routing
             tensors |= {"load": load, "probability": probability, "tokens": tokens}
         waiting = {n: value for n, value in measured.items() if isinstance(value, Tensor)}
         tensors |= {f"metric {name}": value for name, value in waiting.items()}

@@ -224,6 +224,7 @@ class Trainer:
         self._batches: BatchPrefetcher
         self._no_batch: BaseException | None = None  # why the current step has no batch
         self._is_updating = False
+        self._repeated = 0  # steps whose rows exceeded parallel.expert_capacity
         self.ended_early = self._to_stop = ""
         pause = self.recipe.pause_at
         self._pause = math.inf if pause is None else math.ceil(self.clock.batches(pause) - 1e-9)
@@ -393,6 +394,8 @@ class Trainer:
         if self.average is not None:
             with span("optimizer"):
                 self.average.update(self.batch)
+        if result.overflow:
+            self._report_overflow(result.overflow)
 
         # record the losses
         values = [result.loss, *result.parts.values(), *result.reported.values()]
@@ -445,6 +448,19 @@ class Trainer:
             beat("step", step)
             half = self.memory.halve(self.settings.microbatch, why, step, self.tracker.event)
             self.settings = replace(self.settings, microbatch=half)
+
+    def _report_overflow(self, rows: int) -> None:
+        """Report the 1st, 2nd, 4th, 8th … step that was repeated because rows had no room."""
+        self._repeated += 1
+        if self._repeated & (self._repeated - 1):
+            return
+        capacity, times = self.recipe.parallel.expert_capacity, self._repeated
+        seen = f"{rows} rows exceeded parallel.expert_capacity={capacity} in step {self.batch}"
+        done = "the step was repeated with exact numbers of rows"
+        if times > 1:
+            done += f", as {times - 1} before; a larger capacity, or none, is faster"
+        more = {"rows": rows, "repeated": times}
+        self.tracker.event("expert_overflow", seen, done, step=self.batch, action="redo", **more)
 
     def _try_step(self, batch: Batch, hooks: StepHooks) -> StepResult:
         self._is_updating = False

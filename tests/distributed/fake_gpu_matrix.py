@@ -28,6 +28,7 @@ from llmfoundry.ops.moe import dispatch
 from llmfoundry.ops.moe import experts as moe_steps
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.packed_layout import Batch
+from llmfoundry.train.step import StepSums
 from tests.distributed import matrix
 from tests.distributed.layouts import ROUTINE, Entry
 
@@ -61,8 +62,14 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 def step_of(entry: Entry, batch: Batch) -> dict[str, str]:
-    """Devices of what the first step gives."""
+    """Devices of what the first step gives; of rows without room, where they are counted."""
     found: dict[str, str] = {}
+
+    def overflow(sums: StepSums) -> int:
+        """The step's only read of a value, which fake tensors do not have."""
+        if sums._overflow is not None:
+            found["overflow"] = str(sums._overflow.device)
+        return 0
 
     class Taken(Exception): ...
 
@@ -80,6 +87,11 @@ def step_of(entry: Entry, batch: Batch) -> dict[str, str]:
     rows = matrix.ROWS // (entry.replicate * entry.shard)
     sent = rows * matrix.LENGTH // (entry.context * entry.tensor) * 2 // entry.expert
     even = [sent] * entry.expert
+
+    def lengths(*_: Any) -> tuple[list[int], list[int]]:
+        assert entry.capacity is None, "with a capacity the host reads no lengths"
+        return even, even
+
     world = World(0, entry.processes, 0, GPU)
     with contextlib.ExitStack() as stack:
         for patch in there:
@@ -89,7 +101,8 @@ def step_of(entry: Entry, batch: Batch) -> dict[str, str]:
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(matrix, "train_step", first),
         mock.patch.object(matrix, "global_batch", lambda *_: batch),
-        mock.patch.object(dispatch, "_lengths", lambda *_: (even, even)),
+        mock.patch.object(dispatch, "_lengths", lengths),
+        mock.patch.object(StepSums, "overflow", overflow),
         mock.patch.object(dispatch, "steps_of", lambda _: moe_steps),
         mock.patch.object(moe_device, "steps_of", lambda _: moe_steps),
         contextlib.suppress(Taken),

@@ -70,6 +70,7 @@ class Entry:
         checkpointing: the recipe's `parallel.activation_checkpointing`.
         target, compression: its `activation_checkpointing_target`, `activation_compression`.
         once: gradients are reduce-scattered once a step, not after every microbatch.
+        capacity: the recipe's `parallel.expert_capacity`.
     """
 
     replicate: int = 1
@@ -87,6 +88,7 @@ class Entry:
     compression: str = "none"
     compiled: bool = False
     once: bool = False
+    capacity: float | None = None
     precision: str = "fp32"
 
     @property
@@ -116,6 +118,7 @@ class Entry:
             data_parallel_replicate_degree=self.replicate,
             data_parallel_shard_degree=self.shard,
             expert_parallel_degree=self.expert,
+            expert_capacity=self.capacity,
             context_parallel_degree=self.context,
             context_parallel_method=self.method,
             tensor_parallel_degree=self.tensor,
@@ -159,6 +162,7 @@ ROUTINE = {
     "tensor-fsdp": Entry(tensor=2, shard=2, model="untied", checkpointing="selective"),
     "expert": replace(LAYOUTS["expert"], model="dbrx-shared", checkpointing="selective"),
     "expert-compressed": replace(LAYOUTS["expert"], checkpointing="whole", compression="int8"),
+    "expert-capacity": replace(LAYOUTS["expert"], capacity=2.0, checkpointing="whole"),
     "expert-adapter": replace(LAYOUTS["expert"], adapter=True),
     "expert-fsdp": LAYOUTS["expert-fsdp"],
     "expert-hsdp": replace(LAYOUTS["expert-hsdp"], model="dbrx-bias"),
@@ -227,6 +231,17 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
         for model in MODELS
         if model.startswith("dbrx-")
         for layout, level in (("expert", "none"), ("expert-fsdp", "selective"), ("tensor", "none"))
+    },
+    "capacity": {  # of which 1 is too little, and some steps are repeated
+        f"capacity-{capacity}-{name}": replace(entry, capacity=capacity)
+        for capacity in (1.0, 1.5, 4.0)
+        for name, entry in {
+            "expert-fsdp": LAYOUTS["expert-fsdp"],
+            "expert-hsdp": replace(LAYOUTS["expert-hsdp"], checkpointing="selective"),
+            "ulysses": LAYOUTS["expert-ulysses-fsdp"],
+            "expert-4": Entry(shard=4, expert=4, model="dbrx-biases"),
+            "tensor": Entry(tensor=2, shard=2, expert=4, model="dbrx-shared"),
+        }.items()
     },
     "four": {
         "four-expert-4": Entry(shard=4, expert=4, model="dbrx"),

@@ -121,6 +121,19 @@ CASES = {
             "activation_checkpointing_target": {"experts": 1, "feed_forward": "last-1"},
         }
     ),
+    # room for any load; for none but an even one, of which some is padding
+    "room": Case(padding=(0, 3, 16, 13), parallel={"expert_capacity": 2.0}),
+    "no room": Case(ffn=BIAS, favourite=(0, 1), parallel={"expert_capacity": 1.0}),
+    "room, recomputed": Case(
+        parallel={"expert_capacity": 2.0, "activation_checkpointing": "whole"}, padding=(16,) * 4
+    ),
+    "room, selective": Case(
+        parallel={"expert_capacity": 1.25, "activation_checkpointing": "selective"}
+    ),
+    "room, biases": Case(ffn=BIAS, favourite=(1, 2), parallel={"expert_capacity": 1.0}),
+    "room, lora": Case(adapter="independent", parallel={"expert_capacity": 2.0}),
+    "room, qlora": Case(adapter="shared", quantised=True, parallel={"expert_capacity": 2.0}),
+    "room, bf16": Case(precision="bf16", close=0.03, parallel={"expert_capacity": 2.0}),
     "bf16": Case(precision="bf16", close=0.03),
     "amp": Case(precision="amp_bf16", close=0.03),
 }
@@ -187,7 +200,7 @@ def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, A
         settings.eps = 1e-5
     settings.fill()
     optimizer = build_optimizer(root.model, settings)
-    found: dict[str, Any] = {"loss": [], "norm": [], "load": []}
+    found: dict[str, Any] = {"loss": [], "norm": [], "load": [], "overflow": []}
     rows = 4 // world.data_size
     for step in range(STEPS):
         batch = list(make_batch(case, step).split(rows))[world.data_rank]
@@ -208,6 +221,7 @@ def take_steps(case: Case, world: World, degrees: dict[str, int]) -> dict[str, A
         found["loss"].append(result.loss.item())
         found["norm"].append(result.grad_norm.item())
         found["load"].append(result.routing.load.tolist())
+        found["overflow"].append(result.overflow)
     found["weights"] = {
         n: full_tensor(p.detach()).clone() for n, p in root.model.named_parameters()
     }
@@ -219,7 +233,16 @@ LAYOUTS = {
     2: {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 2},
     4: {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 4},
 }
-ROUTINE = ("padding", "first process", "global", "muon", "lora shared", "qlora")
+ROUTINE = (
+    "padding",
+    "first process",
+    "global",
+    "muon",
+    "lora shared",
+    "qlora",
+    "room",
+    "no room",
+)
 """The others, and these on four processes, are behind `slow`."""
 
 
@@ -286,6 +309,14 @@ def test_more_steps_are_too(found_slow: Found, name: str) -> None:
 @pytest.mark.parametrize("name", ROUTINE)
 def test_steps_of_four_processes_are_too(found_on_four: Found, name: str) -> None:
     compare(found_on_four, name)
+
+
+def test_rows_without_room_are_counted_on_all_ranks(found: Found) -> None:
+    """Each of four microbatches of 16 tokens sends 32 rows to the first process in two layers."""
+    without_room = 2 * 4 * (LENGTH * 2 - LENGTH * 2 // 2)
+    for rank in found:
+        assert rank["no room"]["overflow"] == [without_room] * STEPS
+        assert rank["room"]["overflow"] == rank["padding"]["overflow"] == [0] * STEPS
 
 
 def compare(found: Found, name: str) -> None:
@@ -390,7 +421,8 @@ def shared_row(kind: str, rank: int | None) -> dict[str, Tensor]:
     (routed.balance + 3 * routed.z).backward()
     grad = layer.router.weight.grad
     assert grad is not None
-    reported = {key: value.detach() for key, value in routed._asdict().items()}
+    fields = routed._asdict().items()
+    reported = {key: value.detach() for key, value in fields if value is not None}
     return reported | {"grad": grad}
 
 

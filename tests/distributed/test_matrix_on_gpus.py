@@ -36,15 +36,20 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["hsdp-once", "tensor-fsdp", "expert-ulysses-fsdp"], id="some"),
+        pytest.param(
+            ["hsdp-once", "tensor-fsdp", "expert-ulysses-fsdp", "expert-capacity"], id="some"
+        ),
         pytest.param(FAKED, id="all", marks=pytest.mark.slow),
     ],
 )
 def test_a_layouts_step_on_a_gpu_meets_no_tensor_of_another_device(names: list[str]) -> None:
+    """Nor does it read a value, but for the row counts of experts without a capacity."""
     reported = run_on_fake_cuda(
         f"from tests.distributed.fake_gpu_matrix import main\nmain({names!r})"
     )
-    assert reported.splitlines() == [f"{name} cuda:0 cuda:0" for name in names]
+    counted = [" cuda:0" if ROUTINE[name].capacity else "" for name in names]
+    expected = [f"{name} cuda:0 cuda:0{more}" for name, more in zip(names, counted, strict=True)]
+    assert reported.splitlines() == expected
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,8 @@ def lost(dtype: torch.dtype, device: str = "cpu") -> list[str]:
 def routes(device: str = "cpu") -> dict[str, bool]:
     """Whether the kernel's order, inverse and ends are PyTorch's, by tokens, experts and choices.
 
-    With several chunks of an expert; experts that nobody chooses; more experts than a key of 8 bits
-    tells apart.
+    With several chunks of an expert; experts that nobody chooses; tokens without an expert; more
+    experts than a key of 8 bits tells apart.
     """
     generator = torch.Generator().manual_seed(2)
     found = {}
@@ -112,6 +112,7 @@ def routes(device: str = "cpu") -> dict[str, bool]:
         scores = torch.randn(tokens, n_experts, generator=generator)
         scores -= torch.arange(n_experts) / 4
         experts = scores.topk(top_k).indices.to(device)
+        experts[::3] = n_experts  # none
         pairs = zip(moe_triton.route(experts, n_experts), route(experts, n_experts), strict=True)
         are_equal = [torch.equal(m, r) and m.dtype == r.dtype for m, r in pairs]
         found[f"{tokens} tokens, {top_k} of {n_experts}"] = all(are_equal)

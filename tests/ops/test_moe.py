@@ -192,6 +192,41 @@ def test_routing_is_a_stable_sort() -> None:
     assert ends.tolist() == [2, 2, 4, 6, 6] and ends.dtype == torch.int32
 
 
+@pytest.mark.parametrize("n_experts", [5, 255, 256, 300, 2**15])
+def test_pairs_without_an_expert_are_sorted_last(n_experts: int) -> None:
+    experts = torch.tensor([[2, n_experts], [n_experts, n_experts - 1], [2, 0]])
+    order, inverse, ends = route(experts, n_experts)
+    assert order.tolist() == [5, 0, 4, 3, 1, 2]
+    assert inverse[order].tolist() == list(range(6))
+    assert ends[[0, 2, -2, -1]].tolist() == [1, 3, 3, 4] and len(ends) == n_experts
+
+
+@each_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layer", [Layer(top_k=1, biased=True), Layer(top_k=1, gated=False)])
+def test_rows_without_an_expert_change_no_result(
+    monkeypatch: pytest.MonkeyPatch, path: ModuleType, dtype: torch.dtype, layer: Layer
+) -> None:
+    """NaN in such rows, of tokens and of gradients, reaches no weight and no other token."""
+    take(monkeypatch, path)
+    x, weights, w = inputs(layer, dtype)
+    experts = choices(layer)
+    leaves = [t for t in (x, weights, *w.tensors()) if t is not None]
+    grad = torch.randn(layer.tokens, layer.d).to(dtype)
+    y = mixture(x, weights, experts, w, impl="grouped_mm")
+    expected = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    # the same tokens, and as many between them that have no expert
+    def spread(t: torch.Tensor, value: float) -> torch.Tensor:
+        return torch.stack([t, torch.full_like(t, value)], 1).flatten(0, 1)
+
+    wide = [spread(t, float("nan")) for t in (x, weights)]
+    y = mixture(*wide, spread(experts, layer.experts), w, impl="grouped_mm")
+    found = [y[::2].detach(), *torch.autograd.grad(y, leaves, spread(grad, float("nan")))]
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
 def test_device_path_asks_nothing_of_the_host() -> None:
     """A fake tensor has no values: .item(), .tolist() or nonzero() of one raises."""
     layer = Layer(biased=True)

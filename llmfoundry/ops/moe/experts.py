@@ -217,7 +217,11 @@ class SortedRows(NamedTuple):
 
 
 def route(experts: Tensor, n_experts: int) -> SortedRows:
-    """Sort the pairs of experts (T, k), integers below `n_experts`, by expert."""
+    """Sort the pairs of experts (T, k), integers up to `n_experts`, by expert.
+
+    `n_experts` itself stands for no expert. Such pairs come last, after the last end: no matmul
+    computes their rows, whose results are undefined.
+    """
     flat = experts.flatten().to(_key_dtype(n_experts))
     by_expert, order = flat.sort(stable=True)
     rows = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
@@ -231,9 +235,9 @@ def route(experts: Tensor, n_experts: int) -> SortedRows:
 
 def _key_dtype(n_experts: int) -> torch.dtype:
     """Return the smallest dtype of expert numbers: a radix sort has one pass per 8 bits."""
-    if n_experts <= 1 << 8:
+    if n_experts < 1 << 8:
         return torch.uint8
-    return torch.int16 if n_experts <= 1 << 15 else torch.int32
+    return torch.int16 if n_experts < 1 << 15 else torch.int32
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:

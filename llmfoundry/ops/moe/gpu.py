@@ -4,9 +4,9 @@ Entry points: `forward` and `backward`, for `mixture.py`. Row counts stay on the
 of grouped_mm, so that the host never waits. Four memory-bound steps connect the matmuls; on CUDA
 they are kernels of `triton_kernels.py`.
 
-Requirements of grouped_mm: offsets in int32; no rows after the last offset (their results would be
-uninitialized); contiguous operands; no fp64; row sizes in multiples of 16 bytes (`mixture.refusal`
-names the sizes).
+Requirements of grouped_mm: offsets in int32; contiguous operands; no fp64; row sizes in multiples
+of 16 bytes (`mixture.refusal` names the sizes). Results of rows after the last offset are
+uninitialized; `route` puts only rows without an expert there, whose results are not used.
 """
 
 from __future__ import annotations
@@ -192,6 +192,6 @@ def _sums(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _experts(ends: Tensor, rows: Tensor) -> Tensor:
-    """Return (N,), the expert of each sorted row."""
+    """Return (N,), the expert of each sorted row; any expert for rows after the last end."""
     number = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
-    return torch.searchsorted(ends, number, right=True)
+    return torch.searchsorted(ends[:-1], number, right=True)

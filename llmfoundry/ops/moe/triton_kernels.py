@@ -237,12 +237,12 @@ def route(experts: Tensor, n_experts: int) -> SortedRows:
     flat = experts.flatten()
     n_pairs = flat.shape[0]
     order, inverse = (flat.new_empty(n_pairs, dtype=torch.int32) for _ in range(2))
-    ends = flat.new_empty(n_experts, dtype=torch.int32)
+    ends = flat.new_empty(n_experts + 1, dtype=torch.int32)  # the last: pairs without an expert
     n_chunks = max(1, min(PROGRAMS // n_experts, triton.cdiv(n_pairs, PAIRS)))
     arguments = (flat, order, inverse, ends, n_pairs, n_chunks)
     with torch.cuda.device_of(flat):
-        route_kernel[(n_experts, n_chunks)](*arguments, PAIRS=PAIRS, num_warps=2 * WARPS)
-    return SortedRows(order, inverse, ends)
+        route_kernel[(n_experts + 1, n_chunks)](*arguments, PAIRS=PAIRS, num_warps=2 * WARPS)
+    return SortedRows(order, inverse, ends[:-1])
 
 
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
