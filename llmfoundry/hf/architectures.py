@@ -216,8 +216,7 @@ def is_mixture(config: ResolvedModelConfig) -> bool:
 
 def attention_scale(config: ResolvedModelConfig) -> float:
     """Return the factor of the attention logits."""
-    scale, width = config.attn_config.softmax_scale, config.head_dim
-    return width**-0.5 if scale is None else scale
+    return config.softmax_scale
 
 
 def logits_divisor(config: ResolvedModelConfig) -> float:

@@ -133,7 +133,7 @@ def plain_settings(config: ResolvedModelConfig) -> ResolvedModelConfig:
     """
     # attention: default scale, plain norm
     attn, ffn = config.attn_config, config.ffn_config
-    scale, default = attn.softmax_scale, config.head_dim**-0.5
+    scale, default = attn.softmax_scale, config.default_softmax_scale
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         attn = replace(attn, softmax_scale=None)
     if attn.norm_type is not None:
@@ -347,7 +347,7 @@ def _assemble(values: dict[str, Any]) -> ResolvedModelConfig:
         kinds = {1: "multiquery_attention", heads: "multihead_attention"}
         attn.attn_type = kinds.get(attn.kv_n_heads, "grouped_query_attention")
     resolved = _resolved(config, [])
-    scale, default = attn.softmax_scale, resolved.head_dim**-0.5
+    scale, default = attn.softmax_scale, resolved.default_softmax_scale
     if scale is not None and math.isclose(scale, default, rel_tol=1e-9):
         resolved.attn_config.softmax_scale = None
     return resolved

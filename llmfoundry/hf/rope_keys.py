@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmfoundry.hf.architectures import Architecture
-from llmfoundry.recipe.attention import LLAMA3_KEYS, ROPE_TYPES, RopeConfig
+from llmfoundry.recipe.attention import ROPE_KEYS, ROPE_TYPES, YARN_KEYS, RopeConfig
 from llmfoundry.recipe.model import ModelConfig
 
 ROPES = ("rope_parameters", "rope_scaling")
@@ -25,7 +25,7 @@ def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any
     theta = architecture.theta if theta is None else theta  # None if no layer has RoPE
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling.type != "no_scaling":
-        values = {key: getattr(scaling, key) for key in ("factor", *LLAMA3_KEYS)}
+        values = {key: getattr(scaling, key) for key in _keys(scaling.type)}
         values = {key: value for key, value in values.items() if value is not None}
         rope = {"rope_type": scaling.type, **values}
     written: dict[str, Any] = {"rope_theta": theta}
@@ -58,8 +58,13 @@ def read_rope(
         )
     return {
         "attn_config.rope_theta": _read_theta(written, scaling_keys, architecture.theta, problems),
-        "attn_config.rope_hf_config": _read_scaling(scaling_keys, problems),
+        "attn_config.rope_hf_config": _read_scaling(written, scaling_keys, problems),
     }
+
+
+def _keys(kind: str) -> tuple[str, ...]:
+    """Return the keys that a type of scaling may have."""
+    return ROPE_KEYS[kind] + (YARN_KEYS if kind == "yarn" else ())
 
 
 def _check_agree(new: Mapping[str, Any], old: Mapping[str, Any], problems: list[str]) -> None:
@@ -75,7 +80,9 @@ def _check_agree(new: Mapping[str, Any], old: Mapping[str, Any], problems: list[
         )
 
 
-def _read_scaling(section: Mapping[str, Any], problems: list[str]) -> RopeConfig:
+def _read_scaling(
+    written: Mapping[str, Any], section: Mapping[str, Any], problems: list[str]
+) -> RopeConfig:
     """Return the scaling of the frequencies; append a line to `problems` if it is unsupported."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
@@ -84,14 +91,38 @@ def _read_scaling(section: Mapping[str, Any], problems: list[str]) -> RopeConfig
         options = ", ".join(("default", *ROPE_TYPES[1:]))
         problems.append(f"config.json: rope_type {kind!r}; the decoder has only {options}")
         return RopeConfig()
-    keys = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}.get(kind, ("factor",))
-    for key in sorted(section.keys() - COMMON - set(keys)):
+    for key in sorted(section.keys() - COMMON - set(_keys(kind))):
         if section[key] is not None:
             problems.append(f"config.json: rope_parameters.{key}; the decoder has nothing like it")
-    for key in keys:
-        if section.get(key) is None:
+    values = {key: section[key] for key in _keys(kind) if section.get(key) is not None}
+    if kind == "yarn":
+        _complete_yarn(written, values, problems)
+    for key in ROPE_KEYS[kind]:
+        if key not in values:
             problems.append(f"config.json: rope_parameters.{key} is missing; {kind} needs it")
-    return RopeConfig(type=kind, **{key: section.get(key) for key in keys})
+    return RopeConfig(type=kind, **values)
+
+
+def _complete_yarn(written: Mapping[str, Any], values: dict[str, Any], problems: list[str]) -> None:
+    """Add, in place, what transformers derives for YaRN, and remove what it ignores."""
+    # the sequence length of pretraining, and how far it is extended
+    longest = written.get("max_position_embeddings")
+    original = written.get("original_max_position_embeddings") or longest
+    if original is not None:
+        values.setdefault("original_max_position_embeddings", original)
+    if longest is not None and "original_max_position_embeddings" in values:
+        values.setdefault("factor", longest / values["original_max_position_embeddings"])
+    # the factor on cosine and sine, which mscale is ignored beside
+    is_ratio = "mscale" in values and "mscale_all_dim" in values
+    if is_ratio and "attention_factor" not in values:
+        return
+    if written.get("kv_lora_rank") and "mscale_all_dim" in values:
+        problems.append(
+            "config.json: rope_parameters.mscale_all_dim without mscale, or beside"
+            " attention_factor; the decoder needs mscale and mscale_all_dim alone"
+        )
+    for key in ("mscale", "mscale_all_dim"):
+        values.pop(key, None)
 
 
 def _read_theta(

@@ -36,13 +36,13 @@ def attention_specs(
     config: ResolvedModelConfig, layers: Iterable[LayerConfig], device: torch.device
 ) -> dict[int, AttentionSpec]:
     """Return the attention settings of each window that occurs in the layers."""
-    attn, head_dim = config.attn_config, config.head_dim
+    attn = config.attn_config
     slopes = None
     if attn.alibi:
         slopes = alibi_slopes(config.n_heads, attn.alibi_bias_max, device)
     return {
         window: AttentionSpec(
-            attn.softmax_scale or head_dim**-0.5,
+            config.softmax_scale,
             softcap=attn.attn_logit_softcapping,
             slopes=slopes,
             window=window,
@@ -278,14 +278,16 @@ class Attention(nn.Module):
         return k, v
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor) -> Table:
+def rotary_table(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Table:
     """Return cosine and sine of positions (..., T) times frequencies (half,) or (..., T, half).
 
-    Feature pair (i, i + head_dim/2) is rotated by the angle position * frequencies[i].
+    Feature pair (i, i + head_dim/2) is rotated by the angle position * frequencies[i], and
+    multiplied by `scale` (`ResolvedRopeConfig.table_scale`).
     """
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
@@ -404,9 +406,37 @@ def _llama3(frequencies: Tensor, config: ResolvedModelConfig) -> Tensor:
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 
+def _yarn(frequencies: Tensor, config: ResolvedModelConfig) -> Tensor:
+    """Scale the frequencies as YaRN does (Peng et al., 2023).
+
+    A pair with fewer than beta_slow rotations over the original length is divided by `factor`. A
+    pair with more than beta_fast rotations is unchanged. In between, the two are interpolated
+    linearly in the number of the pair, as in the authors' code (in the paper, in the rotations).
+    """
+    rope, width = config.attn_config.rope_hf_config, config.rotary_dim
+    theta, device = config.attn_config.rope_theta, frequencies.device
+
+    def pair_of(rotations: float) -> float:
+        radians_per_position = 2 * math.pi * rotations / rope.original_max_position_embeddings
+        return -width * math.log(radians_per_position) / (2 * math.log(theta))
+
+    # the pairs between which frequencies are interpolated
+    first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
+    kept = 1 - ((pairs - first) / ((last - first) or 0.001)).clamp(0, 1)
+    # `frequencies / factor` would round differently from transformers
+    exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    divided = 1 / (rope.factor * theta**exponents)
+    return divided * (1 - kept) + frequencies * kept
+
+
 ROPE_SCALINGS: dict[str, Callable[[Tensor, ResolvedModelConfig], Tensor]] = {
     "linear": _linear,
     "llama3": _llama3,
+    "yarn": _yarn,
 }  # `dynamic` scales the base instead, in `rotary_frequencies`
 
 

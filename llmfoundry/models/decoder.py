@@ -487,7 +487,8 @@ class Decoder(nn.Module):
         else:
             lengths = dynamic_lengths(self.config, layout, total, device)
         frequencies = rotary_frequencies(self.config, lengths, device)
-        rotary = rotary_table(positions, frequencies)
+        scale = self.config.attn_config.rope_hf_config.table_scale
+        rotary = rotary_table(positions, frequencies, scale)
         is_dynamic = self.config.attn_config.rope_hf_config.type == "dynamic"
         if slots is not None or cache is None or not is_dynamic:
             return rotary, None

@@ -7,6 +7,7 @@ that the decoder reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -51,8 +52,20 @@ NORMS = ChoiceTable(
     },
 )
 ATTN_IMPLS = ("auto", *LIMITS)
-ROPE_TYPES = ("no_scaling", "linear", "dynamic", "llama3")
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # of YaRN's authors
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "no_scaling": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", *LLAMA3_KEYS),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""The keys that each type of scaling needs."""
+ROPE_TYPES = tuple(ROPE_KEYS)
+YARN_KEYS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+"""The keys that YaRN may have."""
+_YARN = Only("type", "yarn")
 
 WINDOW = Range(-1, 2**31 - 1)
 _LATENT = Only("attn_type", LATENT)
@@ -67,27 +80,58 @@ class RopeConfig:
     type: Annotated[str, choice(ROPE_TYPES)] = "no_scaling"
     """no_scaling; linear: positions are divided by factor (Chen et al., 2023); dynamic: theta grows
     with sequences longer than max_seq_len (NTK-aware); llama3: low frequencies are divided by
-    factor, high ones stay."""
+    factor, high ones stay; yarn: as llama3 with other bounds, and attention is sharpened (Peng et
+    al., 2023)."""
     factor: Annotated[float | None, Range(1), Unless("type", "no_scaling")] = None
     """Scaling factor; required by every type but no_scaling."""
     low_freq_factor: Annotated[float | None, POSITIVE, Only("type", "llama3")] = None
     """Wavelengths above the original length divided by this number are scaled; required."""
     high_freq_factor: Annotated[float | None, POSITIVE, Only("type", "llama3")] = None
     """Wavelengths below the original length divided by this number stay; required."""
-    original_max_position_embeddings: Annotated[int | None, TOKENS, Only("type", "llama3")] = None
+    original_max_position_embeddings: Annotated[
+        int | None, TOKENS, Only("type", ("llama3", "yarn"))
+    ] = None
     """The sequence length of pretraining; required."""
+    beta_fast: Annotated[float | None, POSITIVE, _YARN] = None
+    """Frequencies with more rotations than this number over the original length stay; unset: 32."""
+    beta_slow: Annotated[float | None, POSITIVE, _YARN] = None
+    """Frequencies with fewer rotations than this number over the original length are divided by
+    factor; unset: 1."""
+    truncate: Annotated[bool, _YARN] = True
+    """Round the two bounds outwards to whole feature pairs. gpt-oss has false."""
+    attention_factor: Annotated[float | None, POSITIVE, _YARN] = None
+    """Rotated queries and keys are multiplied by this number; unset: 0.1 ln(factor) + 1, or what
+    follows from mscale."""
+    mscale: Annotated[float | None, POSITIVE, _YARN] = None
+    """As in DeepSeek-V2: with m(s) = 0.1 s ln(factor) + 1, attention_factor is m(mscale) /
+    m(mscale_all_dim). Needs mscale_all_dim."""
+    mscale_all_dim: Annotated[float | None, POSITIVE, _YARN] = None
+    """See mscale. Multi-head latent attention also multiplies its softmax scale by
+    m(mscale_all_dim) squared, unless softmax_scale is set."""
 
     def check(self, key: str) -> Iterator[str]:
         """Yield an error line for each invalid, missing or ineffective value."""
         if (yield from check_fields(key, self)):
             return
-        required = {"no_scaling": (), "llama3": ("factor", *LLAMA3_KEYS)}
-        for name in required.get(self.type, ("factor",)):
+        for name in ROPE_KEYS[self.type]:
             if getattr(self, name) is None:
                 yield f"{key}{name}: type: {self.type} needs it; write a number"
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and not low < high:
             yield f"{key}high_freq_factor: {high} must be greater than low_freq_factor ({low})"
+        slow, fast = self.beta_slow or BETA_SLOW, self.beta_fast or BETA_FAST
+        if not slow < fast:
+            yield f"{key}beta_fast: {fast} must be greater than beta_slow ({slow})"
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            here, there = ("mscale", "mscale_all_dim")[:: 1 if self.mscale is None else -1]
+            yield f"{key}{here}: {there} needs it; write a number, or remove {there}"
+        elif self.mscale is not None and self.attention_factor is not None:
+            yield f"{key}attention_factor: follows from mscale; remove one of them"
+
+    def fill(self) -> None:
+        """Resolve defaults in place."""
+        if self.type == "yarn":
+            set_defaults(self, beta_fast=BETA_FAST, beta_slow=BETA_SLOW)
 
 
 class ResolvedRopeConfig(RopeConfig):
@@ -97,6 +141,28 @@ class ResolvedRopeConfig(RopeConfig):
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on cosine and sine, which multiplies rotated queries and keys; 1 except YaRN's."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._magnitude(1.0)
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def latent_scale(self) -> float:
+        """Factor on the default softmax scale of multi-head latent attention."""
+        return 1.0 if self.mscale_all_dim is None else self._magnitude(self.mscale_all_dim) ** 2
+
+    def _magnitude(self, strength: float) -> float:
+        """Return YaRN's growth of the logits' scale with `factor`, m(strength)."""
+        return 0.1 * strength * math.log(self.factor) + 1.0
 
 
 FLOOR_SCALE = 8192  # as in Llama 4
@@ -278,6 +344,7 @@ class AttentionConfig:
             set_defaults(self, alibi_bias_max=8)
         if self.rope:
             set_defaults(self, rope_theta=10000.0)
+        self.rope_hf_config.fill()
         self.attn_temperature_tuning.fill()
 
 

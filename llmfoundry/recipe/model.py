@@ -577,6 +577,18 @@ class ResolvedModelConfig(ModelConfig):
         return attn.qk_rope_head_dim if attn.is_latent else self.head_dim
 
     @property
+    def softmax_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.attn_config.softmax_scale or self.default_softmax_scale
+
+    @property
+    def default_softmax_scale(self) -> float:
+        """The softmax scale if attn_config.softmax_scale is unset."""
+        scale: float = self.head_dim**-0.5
+        attn = self.attn_config
+        return scale * attn.rope_hf_config.latent_scale if attn.is_latent else scale
+
+    @property
     def value_dim(self) -> int:
         """Width of a value head."""
         return self.attn_config.v_head_dim if self.attn_config.is_latent else self.head_dim

@@ -78,6 +78,11 @@ def _rope(**values: Any) -> Change:
     return change
 
 
+def _yarn(**values: Any) -> Change:
+    none = {"low_freq_factor": None, "high_freq_factor": None}
+    return _rope(**none, type="yarn", original_max_position_embeddings=60, **values)
+
+
 def _where(on: str, change: Change) -> Change:
     return lambda config: change(config) if get(config, on) else None
 
@@ -251,6 +256,12 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     "attn_config.rope_hf_config.original_max_position_embeddings": _rope(
         original_max_position_embeddings=100
     ),
+    "attn_config.rope_hf_config.beta_fast": _yarn(beta_fast=20.0),
+    "attn_config.rope_hf_config.beta_slow": _yarn(beta_slow=3.0),
+    "attn_config.rope_hf_config.truncate": _yarn(truncate=False),
+    "attn_config.rope_hf_config.attention_factor": _yarn(attention_factor=1.9),
+    "attn_config.rope_hf_config.mscale": _yarn(mscale=2.0, mscale_all_dim=0.5),
+    "attn_config.rope_hf_config.mscale_all_dim": _yarn(mscale=0.5, mscale_all_dim=2.0),
     "attn_config.nope": _positions("nope"),
     "attn_config.attn_temperature_tuning.floor_scale": _tuning(3),
     "attn_config.attn_temperature_tuning.attn_scale": _tuning(8),

@@ -23,10 +23,12 @@ from tests.hf.random_models import (
     LINEAR,
     LLAMA3,
     MLP,
+    MSCALE,
     RMS,
     ROPE,
     SUM,
     UNTIED,
+    YARN,
 )
 
 ROWS = 512
@@ -39,6 +41,11 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class, an
     "llama-biased": ("LlamaForCausalLM", {"attn": ROPE | GQA, "ffn": GLU, **RMS}),
     "llama-3": ("LlamaForCausalLM", {"attn": LLAMA3 | GQA, "ffn": GLU, **RMS, **BARE}),
     "llama-linear": ("LlamaForCausalLM", {"attn": LINEAR | GQA, "ffn": GLU, **RMS, **BARE}),
+    "llama-yarn": ("LlamaForCausalLM", {"attn": MSCALE | GQA, "ffn": GLU, **RMS, **BARE}),
+    "qwen2-yarn": (
+        "Qwen2ForCausalLM",
+        {"attn": YARN | GQA, "ffn": GLU, **RMS, **BARE, "attention_bias": True},
+    ),
     "gpt-2": ("GPT2LMHeadModel", {"ffn": MLP | {"ffn_hidden_size": 256}, **LAYERNORM}),
     "starcoder2": ("Starcoder2ForCausalLM", {"attn": ROPE | GQA, "ffn": MLP, **LAYERNORM, **BARE}),
     "mpt": (

@@ -147,6 +147,28 @@ LLAMA3 = {  # one frequency in the band between kept and stretched, two above, o
         original_max_position_embeddings=1000,
     ),
 }
+YARN = {
+    "rope": True,
+    "rope_hf_config": RopeConfig(
+        type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=60,
+        beta_fast=20.0,
+        beta_slow=2.0,
+        truncate=False,
+        attention_factor=1.4,
+    ),
+}
+MSCALE = {  # as published configurations of DeepSeek have it
+    "rope": True,
+    "rope_hf_config": RopeConfig(
+        type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=100,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+    ),
+}
 DROPOUTS = {"emb_pdrop": 0.2, "resid_pdrop": 0.3}
 ALL = {"sliding_window_size": -1}
 LOCAL = {"local": {"sliding_window_size": 5}}
@@ -207,6 +229,8 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         {**LLAMA, "attn": DYNAMIC},
         {**LLAMA, "attn": LLAMA3, "no_bias": False, **NO_QKV},
         {**LLAMA, "attn": ROPE | {"attn_pdrop": 0.1}},
+        {**LLAMA, "attn": YARN, "head_dim": 16},
+        {**LLAMA, "attn": MSCALE},
     ],
     "GraniteForCausalLM": [
         {**LLAMA, "attn": ROPE | SCALE, "no_bias": False},
@@ -291,11 +315,13 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         {**LLAMA, "attn": LLAMA3 | GQA | WINDOW, **QKV, **UNTIED},
         {**LLAMA, **stack("default local local", local=WINDOW), **QKV},
         {**LLAMA, "attn": ROPE | WINDOW, **stack("full default", full=ALL), **QKV},
+        {**LLAMA, "attn": YARN | GQA, **QKV, **UNTIED},
     ],
     "Qwen3ForCausalLM": [
         {**LLAMA, "attn": ROPE | GQA | {"qk_gn": True}, "head_dim": 16},
         {**LLAMA, "attn": LINEAR | {"qk_gn": True, "attn_pdrop": 0.1}, **QKV, **UNTIED},
         {**LLAMA, "attn": ROPE | {"qk_gn": True}, **stack("local default default", **LOCAL)},
+        {**LLAMA, "attn": MSCALE | GQA | {"qk_gn": True}, "head_dim": 16},
     ],
     "MixtralForCausalLM": [
         {**MIXTURE, "attn": ROPE | GQA},

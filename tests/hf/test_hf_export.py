@@ -248,7 +248,9 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("case", [3, 4, 5], ids=["linear", "dynamic", "llama3"])
+@pytest.mark.parametrize(
+    "case", [3, 4, 5, 7, 8], ids=["linear", "dynamic", "llama3", "yarn", "mscale"]
+)
 def test_rows_longer_than_max_seq_len_are_stretched_alike(
     case: int, tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ LOCAL_FEW = {**FEW, "num_local_experts": 5}
 OLMOE = {**LLAMA_SHAPE, "num_experts": 1, "num_experts_per_tok": 1}
 QWEN_MOE = {**LLAMA_SHAPE, **FEW, "num_experts": 5, "moe_intermediate_size": 24}
 DBRX_FEW = {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 17}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -110,6 +111,12 @@ MADE = [  # transformers' config and class, and the settings
     ("Llama", {**LLAMA_SHAPE, "rope_parameters": LLAMA3}),
     ("Llama", {**LLAMA_SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
     ("Llama", {**LLAMA_SHAPE, "rope_parameters": {"rope_type": "dynamic", "factor": 3.0}}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": YARN}),
+    ("Qwen2", {**LLAMA_SHAPE, "rope_parameters": YARN | {"attention_factor": None}}),
+    ("Qwen3", {**LLAMA_SHAPE, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    ("Qwen2", {**LLAMA_SHAPE, "rope_parameters": YARN | {"mscale": 0.7, "factor": None}}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": YARN | {"attention_factor": 1.5, "mscale": 2.0}}),
+    ("Llama", {**LLAMA_SHAPE, "rope_parameters": YARN | {"truncate": False, "beta_slow": 3}}),
     ("Llama", {**LLAMA_SHAPE, "hidden_act": "quick_gelu", "mlp_bias": True}),
     ("Mistral", {**LLAMA_SHAPE, "sliding_window": None}),
     ("Mistral", {**LLAMA_SHAPE, "sliding_window": 6}),

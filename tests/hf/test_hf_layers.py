@@ -68,7 +68,8 @@ def test_dropouts_that_the_decoder_does_not_have_are_named(
 
 
 ROTARY = [
-    ("rope_parameters.rope_type", "yarn", "rope_type 'yarn'; .*default, linear, dynamic, llama3"),
+    ("rope_parameters.rope_type", "longrope", "rope_type 'longrope'; .*dynamic, llama3, yarn"),
+    ("rope_parameters.rope_type", "yarn", "rope_parameters.factor is missing; yarn needs it"),
     ("rope_parameters.rope_type", "linear", "rope_parameters.factor is missing; linear needs it"),
     ("rope_parameters.mscale", 2.0, "rope_parameters.mscale; the decoder has nothing like it"),
     ("rope_parameters.full_attention", {}, "rope_parameters.full_attention"),
@@ -99,8 +100,8 @@ def test_old_style_rope_keys_are_read(tmp_path: Path) -> None:
     rope = from_hf(str(folder))[0].attn_config.rope_hf_config
     assert (rope.type, rope.factor) == ("dynamic", 2.0)
     rewrite(folder, config, "rope_scaling", {"type": "yarn", "factor": 2.0})
-    with pytest.raises(UserError, match="rope_type 'yarn'"):
-        from_hf(str(folder))
+    rope = from_hf(str(folder))[0].attn_config.rope_hf_config
+    assert (rope.type, rope.original_max_position_embeddings) == ("yarn", 24)
 
 
 def test_dbrx_means_the_theta_that_its_first_config_json_gave(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def frequency(pair: int, length: int, config: ModelConfig) -> float:
     plain = theta ** (-2 * pair / hd)
     if rope.type == "linear":
         return plain / rope.factor
+    if rope.type == "yarn":
+        return yarn_frequency(pair, hd, plain, config)
     if rope.type != "llama3":
         return plain
     wavelength = 2 * math.pi / plain
@@ -131,6 +133,35 @@ def frequency(pair: int, length: int, config: ModelConfig) -> float:
     return (1 - smooth) * plain / rope.factor + smooth * plain
 
 
+def yarn_frequency(pair: int, hd: int, plain: float, config: ModelConfig) -> float:
+    """YaRN's by its authors' code: a ramp over the numbers of the pairs."""
+    rope, theta = config.attn_config.rope_hf_config, config.attn_config.rope_theta
+    bounds = []
+    for rotations in (rope.beta_fast, rope.beta_slow):  # the pair that turns so often
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        bounds.append(hd * math.log(turns) / (2 * math.log(theta)))
+    low, high = bounds
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, hd - 1)
+    interpolated = min(max((pair - low) / (high - low), 0), 1)
+    return plain * (1 - interpolated) + plain / rope.factor * interpolated
+
+
+def yarn_magnitude(config: ModelConfig, of: float) -> float:
+    return 0.1 * of * math.log(config.attn_config.rope_hf_config.factor) + 1
+
+
+def turned_length(config: ModelConfig) -> float:
+    """What the rotation multiplies queries and keys by."""
+    rope = config.attn_config.rope_hf_config
+    if rope.type != "yarn":
+        return 1.0
+    if rope.mscale:
+        return yarn_magnitude(config, rope.mscale) / yarn_magnitude(config, rope.mscale_all_dim)
+    return rope.attention_factor or yarn_magnitude(config, 1)
+
+
 def turn(x: Tensor, config: ModelConfig) -> Tensor:
     """Rotate feature pairs (i, i + half) of x (T, hd) as complex numbers."""
     half = x.shape[1] // 2
@@ -138,7 +169,7 @@ def turn(x: Tensor, config: ModelConfig) -> Tensor:
     positions = torch.arange(len(x), dtype=torch.float64)[:, None]
     frequencies = [frequency(pair, len(x), config) for pair in range(half)]
     turned = number * torch.exp(1j * positions * torch.tensor(frequencies, dtype=torch.float64))
-    return torch.cat([turned.real, turned.imag], dim=1)
+    return torch.cat([turned.real, turned.imag], dim=1) * turned_length(config)
 
 
 def kinds(runs: list[BlockRun]) -> Iterator[str]:
@@ -239,6 +270,8 @@ def latent_attention(
     plain, rotated = attn.qk_nope_head_dim, attn.qk_rope_head_dim
     of_heads = linear(latent, w, f"{name}.Wkv_b").split(plain + attn.v_head_dim, dim=1)
     scale = attn.softmax_scale or 1 / math.sqrt(plain + rotated)
+    if attn.rope_hf_config.mscale_all_dim and not attn.softmax_scale:  # DeepSeek's modeling code
+        scale *= yarn_magnitude(config, attn.rope_hf_config.mscale_all_dim) ** 2
     mixed = []
     for q, key_value in zip(queries.split(plain + rotated, dim=1), of_heads, strict=True):
         key, value = key_value[:, :plain], key_value[:, plain:]

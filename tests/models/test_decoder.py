@@ -23,6 +23,7 @@ from llmfoundry.recipe.typed import Problem, build
 from tests.models.plain_decoder import activation, document_logits, slope
 
 GQA = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+YARN = {"type": "yarn", "factor": 9.0, "original_max_position_embeddings": 60}
 LATENT = {
     "attn_type": "multihead_latent_attention",
     "kv_lora_rank": 10,
@@ -82,6 +83,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attn_config": {"rope": True, "rope_hf_config": {"type": "dynamic", "factor": 2.0}},
     },
     "rope-llama3": {"attn_config": {"rope": True, "rope_hf_config": LLAMA3}},
+    "rope-yarn": {"attn_config": {"rope": True, "rope_hf_config": YARN}},
+    "rope-yarn-bounds": {
+        "head_dim": 16,
+        "attn_config": {
+            "rope": True,
+            "rope_hf_config": YARN
+            | {"truncate": False, "beta_fast": 8, "beta_slow": 2, "attention_factor": 1.7},
+        },
+    },
     "nope": {"attn_config": {"nope": True}},
     "learned-off": {"learned_pos_emb": False, "attn_config": {"rope": True}},
     "temperature": {
@@ -94,6 +104,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "latent": {"attn_config": LATENT, "norm_type": "rmsnorm", "no_bias": True},
     "latent-q": {  # values wider than keys, biases of norms
         "attn_config": LATENT | {"q_lora_rank": 9, "v_head_dim": 11, "norm_eps": 1e-2}
+    },
+    "latent-yarn": {
+        "attn_config": LATENT | {"rope_hf_config": YARN | {"mscale": 0.5, "mscale_all_dim": 2.0}},
+        "norm_type": "rmsnorm",
+        "no_bias": True,
     },
     "latent-window": {
         "attn_config": LATENT | {"sliding_window_size": 3, "softmax_scale": 0.2},

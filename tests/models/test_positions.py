@@ -18,7 +18,7 @@ from llmfoundry.models.attention import (
     rotary_table,
 )
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.model import ResolvedModelConfig
 from tests.models.test_decoder import make_config
 
 CPU = torch.device("cpu")
@@ -29,30 +29,39 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 SCALINGS: dict[str, dict[str, Any]] = {
     "no_scaling": {"type": "no_scaling"},
     "linear": {"type": "linear", "factor": 3.0},
     "dynamic": {"type": "dynamic", "factor": 2.5},
     "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn-bounds": YARN | {"beta_fast": 20, "beta_slow": 3, "factor": 40.0},
+    "yarn-between": YARN | {"truncate": False, "attention_factor": 0.7},
+    "yarn-equal-bounds": YARN | {"beta_fast": 1.01, "original_max_position_embeddings": 8},
+    "yarn-mscale": YARN | {"mscale": 0.8, "mscale_all_dim": 1.3},
 }
 
 
-def make(scaling: str) -> ModelConfig:
+def make(scaling: str) -> ResolvedModelConfig:
     attn = {"rope": True, "rope_theta": 10000.0, "rope_hf_config": SCALINGS[scaling]}
     return make_config(d_model=64, n_heads=2, max_seq_len=128, attn_config=attn)
 
 
-def ours(config: ModelConfig, layout: PackedLayout | None, total: int) -> tuple[Tensor, Tensor]:
+def ours(
+    config: ResolvedModelConfig, layout: PackedLayout | None, total: int
+) -> tuple[Tensor, Tensor]:
     positions = torch.arange(total)[None] if layout is None else layout.positions
     lengths = dynamic_lengths(config, layout, total, CPU)
-    cos, sin = rotary_table(positions, rotary_frequencies(config, lengths, CPU))
+    frequencies = rotary_frequencies(config, lengths, CPU)
+    cos, sin = rotary_table(positions, frequencies, config.attn_config.rope_hf_config.table_scale)
     return cos.squeeze(-2), sin.squeeze(-2)
 
 
-def theirs(config: ModelConfig, total: int) -> tuple[Tensor, Tensor]:
+def theirs(config: ResolvedModelConfig, scaling: str, total: int) -> tuple[Tensor, Tensor]:
     """A new module each time: theirs remembers the longest row that it has seen."""
     rope: dict[str, Any] = {"rope_theta": config.attn_config.rope_theta}
-    rope |= SCALINGS[config.attn_config.rope_hf_config.type]
+    rope |= SCALINGS[scaling]
     kind = rope.pop("type")
     rope["rope_type"] = {"no_scaling": "default"}.get(kind, kind)
     llama = LlamaConfig(
@@ -68,7 +77,7 @@ def theirs(config: ModelConfig, total: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_tables_are_transformers(scaling: str, total: int) -> None:
     config = make(scaling)
-    for mine, right in zip(ours(config, None, total), theirs(config, total), strict=True):
+    for mine, right in zip(ours(config, None, total), theirs(config, scaling, total), strict=True):
         assert torch.equal(mine, right)
 
 
@@ -80,7 +89,9 @@ def test_a_document_has_the_table_that_it_has_alone(scaling: str) -> None:
     for mine, part in zip(tables, range(2), strict=True):
         for row, documents in zip(mine, lengths, strict=True):
             for document, n in zip(row.split(documents), documents, strict=True):
-                torch.testing.assert_close(document, theirs(config, n)[part][0], rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    document, theirs(config, scaling, n)[part][0], rtol=0, atol=1e-5
+                )
 
 
 def test_sharpened_queries_are_llama_4s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,11 @@ OTHERS: dict[str, Values] = {  # a setting -> what a recipe with it needs too
         "model.attn_config.rope": True,
         "model.attn_config.rope_hf_config.factor": 8.0,
     },
+    "model.attn_config.rope_hf_config.type=yarn": {
+        "model.attn_config.rope": True,
+        "model.attn_config.rope_hf_config.factor": 8.0,
+        "model.attn_config.rope_hf_config.original_max_position_embeddings": 64,
+    },
     "tokenizer.name=huggingface": {"tokenizer.path": "there"},
     "data.name=files": {"data.paths": ["a.jsonl"]},
     "data.name=huggingface": {"data.dataset": "there"},

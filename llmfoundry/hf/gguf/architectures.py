@@ -27,7 +27,7 @@ from llmfoundry.hf.architectures import (
     is_mixture,
 )
 from llmfoundry.hf.choose_architecture import choose_architecture
-from llmfoundry.recipe.attention import RopeConfig
+from llmfoundry.recipe.attention import ResolvedRopeConfig
 from llmfoundry.recipe.model import ResolvedModelConfig
 
 ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config.type"
@@ -68,12 +68,14 @@ SILU = Requirement(ACTIVATION, "silu")
 GELU = Requirement(
     ACTIVATION, None, lambda c: c.ffn_config.ffn_act_fn in ("gelu_tanh", "gelu"), "gelu_tanh"
 )
-LINEAR = _scaling("linear")
+STRETCHED = _scaling("linear", "yarn")
 SUM_TO_ONE = Requirement(
     NORMALIZE, 1.0, lambda c: not is_mixture(c) or c.ffn_config.moe_normalize_expert_weights == 1
 )
 NO_SCALE = Requirement(SCALE, must="head_dim**-0.5")
-_LLAMA = GGUFArchitecture("llama", (SILU, _scaling("linear", "llama3")), is_interleaved=True)
+_LLAMA = GGUFArchitecture(
+    "llama", (SILU, _scaling("linear", "llama3", "yarn")), is_interleaved=True
+)
 
 SHAPES: dict[str, GGUFArchitecture] = {
     "MptForCausalLM": GGUFArchitecture("mpt", (GELU, NO_SCALE)),
@@ -82,12 +84,12 @@ SHAPES: dict[str, GGUFArchitecture] = {
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": _LLAMA,
     "Starcoder2ForCausalLM": GGUFArchitecture(
-        "starcoder2", (GELU, LINEAR, HEADS_FILL), is_biased=True
+        "starcoder2", (GELU, STRETCHED, HEADS_FILL), is_biased=True
     ),
-    "Qwen2ForCausalLM": GGUFArchitecture("qwen2", (SILU, LINEAR, HEADS_FILL)),
-    "Qwen3ForCausalLM": GGUFArchitecture("qwen3", (SILU, LINEAR, NO_QKV_BIAS)),
-    "Qwen3MoeForCausalLM": GGUFArchitecture("qwen3moe", (SILU, LINEAR, NO_QKV_BIAS, SUM_TO_ONE)),
-    "DbrxForCausalLM": GGUFArchitecture("dbrx", (SILU, LINEAR, SUM_TO_ONE)),
+    "Qwen2ForCausalLM": GGUFArchitecture("qwen2", (SILU, STRETCHED, HEADS_FILL)),
+    "Qwen3ForCausalLM": GGUFArchitecture("qwen3", (SILU, STRETCHED, NO_QKV_BIAS)),
+    "Qwen3MoeForCausalLM": GGUFArchitecture("qwen3moe", (SILU, STRETCHED, NO_QKV_BIAS, SUM_TO_ONE)),
+    "DbrxForCausalLM": GGUFArchitecture("dbrx", (SILU, STRETCHED, SUM_TO_ONE)),
 }
 
 
@@ -166,13 +168,21 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
         writer.add_expert_feed_forward_length(ffn.ffn_hidden_size)
 
 
-def _add_scaling(writer: Any, scaling: RopeConfig) -> None:
-    """Write linear RoPE scaling; llama3 scaling is a tensor, see `computed_tensors`."""
-    if scaling.type == "linear":
-        from gguf import RopeScalingType
+def _add_scaling(writer: Any, scaling: ResolvedRopeConfig) -> None:
+    """Write linear and YaRN scaling; llama3 scaling is a tensor, see `computed_tensors`."""
+    if scaling.type not in ("linear", "yarn"):
+        return
+    from gguf import RopeScalingType
 
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(scaling.factor)
+    writer.add_rope_scaling_type(RopeScalingType[scaling.type.upper()])
+    writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.type == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+        # llama.cpp multiplies its own factor by this number
+        usual = 0.1 * math.log(scaling.factor) + 1
+        writer.add_rope_scaling_attn_factors(scaling.table_scale / usual)
 
 
 def computed_tensors(config: ResolvedModelConfig) -> Mapping[str, Tensor]:
