@@ -96,21 +96,27 @@ def _read_scaling(
             problems.append(f"config.json: rope_parameters.{key}; the decoder has nothing like it")
     values = {key: section[key] for key in _keys(kind) if section.get(key) is not None}
     if kind == "yarn":
-        _complete_yarn(written, values, problems)
+        _complete_yarn(written, section, values, problems)
     for key in ROPE_KEYS[kind]:
         if key not in values:
             problems.append(f"config.json: rope_parameters.{key} is missing; {kind} needs it")
     return RopeConfig(type=kind, **values)
 
 
-def _complete_yarn(written: Mapping[str, Any], values: dict[str, Any], problems: list[str]) -> None:
+def _complete_yarn(
+    written: Mapping[str, Any],
+    section: Mapping[str, Any],
+    values: dict[str, Any],
+    problems: list[str],
+) -> None:
     """Add, in place, what transformers derives for YaRN, and remove what it ignores."""
     # the sequence length of pretraining, and how far it is extended
     longest = written.get("max_position_embeddings")
     original = written.get("original_max_position_embeddings") or longest
     if original is not None:
         values.setdefault("original_max_position_embeddings", original)
-    if longest is not None and "original_max_position_embeddings" in values:
+    is_derived = "factor" in section and longest is not None
+    if is_derived and "original_max_position_embeddings" in values:
         values.setdefault("factor", longest / values["original_max_position_embeddings"])
     # the factor on cosine and sine, which mscale is ignored beside
     is_ratio = "mscale" in values and "mscale_all_dim" in values

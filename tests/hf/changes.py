@@ -9,7 +9,12 @@ from typing import Any
 
 from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
 from llmfoundry.hf.config_keys import get
-from llmfoundry.recipe.attention import AttentionOverride, RopeConfig, TemperatureConfig
+from llmfoundry.recipe.attention import (
+    AttentionOverride,
+    ResolvedRopeConfig,
+    RopeConfig,
+    TemperatureConfig,
+)
 from llmfoundry.recipe.model import FFNConfig, ModelConfig
 from tests.hf.random_models import CASES, HEADS, stack
 
@@ -72,7 +77,8 @@ def _rope(**values: Any) -> Change:
     llama3 |= {"original_max_position_embeddings": 1000, "factor": 4.0, "type": "llama3"}
 
     def change(config: ModelConfig) -> ModelConfig | None:
-        config.attn_config.rope_hf_config = RopeConfig(**(llama3 | values))
+        config.attn_config.rope_hf_config = ResolvedRopeConfig(**(llama3 | values))
+        config.attn_config.rope_hf_config.fill()
         return config if config.attn_config.rope else None
 
     return change

@@ -40,6 +40,12 @@ OTHERS: dict[str, Values] = {  # a setting -> what a recipe with it needs too
         "model.attn_config.rope_hf_config.factor": 8.0,
         "model.attn_config.rope_hf_config.original_max_position_embeddings": 64,
     },
+    "model.attn_config.rope_hf_config.mscale=2": {
+        "model.attn_config.rope_hf_config.mscale_all_dim": 1.0,
+    },
+    "model.attn_config.rope_hf_config.mscale_all_dim=2": {
+        "model.attn_config.rope_hf_config.mscale": 1.0,
+    },
     "tokenizer.name=huggingface": {"tokenizer.path": "there"},
     "data.name=files": {"data.paths": ["a.jsonl"]},
     "data.name=huggingface": {"data.dataset": "there"},
