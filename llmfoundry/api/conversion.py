@@ -33,7 +33,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, read_object_if_there, refuse_used, resumable_folder
-from llmfoundry.hf.architectures import DOCUMENT_START
+from llmfoundry.hf.architecture import DOCUMENT_START
 from llmfoundry.hf.card import CardInfo, CardScore
 from llmfoundry.hf.gguf.write import GGUFModel, check_output, to_gguf
 from llmfoundry.hf.read_folder import HFFolder, hf_folder, open_hf, read_folder_config

@@ -475,7 +475,7 @@ def _override_hf(written: dict[str, Any], key: str, value: Any, code: str | None
     Raises:
         UserError: neither config.json nor transformers' configuration has the key.
     """
-    from llmfoundry.hf.architectures import OWN_TYPE
+    from llmfoundry.hf.architecture import OWN_TYPE
     from llmfoundry.hf.causal_lm import read_hf_config
 
     parts = key.split(".")

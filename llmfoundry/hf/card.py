@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmfoundry.files import atomic_write
-from llmfoundry.hf.architectures import ARCHITECTURES, OWN
+from llmfoundry.hf.architecture import OWN
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.gguf.architectures import SHAPES
 from llmfoundry.recipe.model import ModelConfig
 

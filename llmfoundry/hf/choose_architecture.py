@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import (
-    ARCHITECTURES,
+from llmfoundry.hf.architecture import (
     JITTER,
     LOSS,
     OFF,
@@ -25,6 +24,7 @@ from llmfoundry.hf.architectures import (
     Requirement,
     is_mixture,
 )
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.config_keys import LOW, field_text, get, plain_settings
 from llmfoundry.hf.layer_keys import missed_layers
 from llmfoundry.hf.tensor_names import MAPS, padding
@@ -120,6 +120,8 @@ def _missed(
         if key not in covered_keys and get(plain, key) != off:
             missed[key] = field_text(off)
     attn = plain.attn_config
+    if attn.is_latent and attn.norm_type != plain.norm_type:
+        missed["attn_config.norm_type"] = f"norm_type, {plain.norm_type}"
     if (attn.qk_ln or attn.qk_gn) and not missed.keys() & {QK_LN, QK_GN}:
         if attn.norm_type != plain.norm_type:
             missed["attn_config.norm_type"] = f"norm_type, {plain.norm_type}"
@@ -164,7 +166,9 @@ def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
     if name == OWN or not is_mixture(config):
         return []
     architecture = ARCHITECTURES[name]
-    loss = next(field.theirs for field in architecture.fields if field.ours == LOSS)
+    loss = next((field.theirs for field in architecture.fields if field.ours == LOSS), None)
+    if loss is None:
+        return []  # DeepSeek's routers are in fp32 there too, and have no such loss
     lines = [
         f"{name} computes its router in the precision of the weights, where training was in fp32:"
         " in bf16 a few per cent of the tokens go to other experts, so compare logits in fp32.",

@@ -14,9 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import (
+from llmfoundry.hf.architecture import (
     ANYTHING,
-    ARCHITECTURES,
     BALANCING,
     EXPERTS,
     LOSS,
@@ -31,6 +30,7 @@ from llmfoundry.hf.architectures import (
     ConfigField,
     FixedField,
 )
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.layer_keys import read_layers, write_layers
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
 from llmfoundry.hf.mxfp4 import METHOD
@@ -150,6 +150,7 @@ def plain_settings(config: ResolvedModelConfig) -> ResolvedModelConfig:
         ffn,
         uniform_expert_assignment=ffn.uniform_expert_assignment or None,
         moe_force_balance=ffn.moe_force_balance or None,
+        moe_scoring_func=None if ffn.moe_scoring_func == "softmax" else ffn.moe_scoring_func,
     )
 
     # scale of the logits as a number; 1 is no scale
@@ -198,6 +199,8 @@ def read_settings(written: dict[str, Any]) -> tuple[str, ResolvedModelConfig]:
     # settings that depend on several keys
     if MAPS[names[kind]].own_head:
         values["tie_word_embeddings"] = False
+    if architecture.settle is not None and not problems:
+        architecture.settle(values, written, problems)
     layers = values["n_layers"]
     if isinstance(layers, int) and layers > 0:
         values |= read_layers(written, architecture, layers, problems)
@@ -331,6 +334,9 @@ def _settle_mixture(values: dict[str, Any]) -> None:
         values[TYPE] = "mptglu"
         return
     # 15 digits, without the rounding error of the product
+    if LOSS not in values:  # the class has no such loss
+        values.setdefault(BALANCING, "none")
+        return
     weight = float(f"{(values[LOSS] or 0) * values[TOP_K]:.15g}")
     values[LOSS] = weight or None
     values[BALANCING] = "loss" if weight else "none"
@@ -343,7 +349,7 @@ def _assemble(values: dict[str, Any]) -> ResolvedModelConfig:
         section, _, name = key.rpartition(".")
         setattr(get(config, section) if section else config, name, value)
     attn, heads = config.attn_config, config.n_heads
-    if attn.kv_n_heads is not None:
+    if attn.kv_n_heads is not None and not attn.is_latent:
         kinds = {1: "multiquery_attention", heads: "multihead_attention"}
         attn.attn_type = kinds.get(attn.kv_n_heads, "grouped_query_attention")
     resolved = _resolved(config, [])

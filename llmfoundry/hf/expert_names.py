@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import is_mixture
+from llmfoundry.hf.architecture import is_mixture
 from llmfoundry.models.lazy_tensors import Make, Read
 from llmfoundry.recipe.model import ResolvedModelConfig
 
 Made = Iterator[tuple[str, Make]]
 Stack = Make  # of w1, v1 or w2, (E, f, D)
 Stacks = tuple[Stack, Stack | None, Stack]
+BALANCE = "e_score_correction_bias"  # of a router, in fp32 whatever the dtype of a file
 DENSE = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 
 
@@ -37,7 +38,9 @@ class ExpertNames:
             rows of the gate first. Otherwise as ours: (E * f, D). For MLPs: the up projection.
         up: as `gate`; MLPs have none.
         down: with `{e}`: (D, f). With a joint `gate`: (E, D, f). Otherwise as ours: (E * f, D).
-        shared: names of the shared expert: gate and up projection (2 h, D), and down (D, h).
+        shared: names of the shared expert: gate and up projection (2 h, D), and down (D, h); or
+            gate, up and down.
+        balance: name of the balancing bias (E,), in fp32; "": there is none.
         is_interleaved: gpt-oss: the joint gate is (E, D, 2 f), of which every second column is the
             gate's, down is (E, f, D), and router and experts have biases.
     """
@@ -46,17 +49,15 @@ class ExpertNames:
     gate: str
     up: str
     down: str
-    shared: tuple[str, str] | None = None
+    shared: tuple[str, ...] = ()
+    balance: str = ""
     is_interleaved: bool = False
 
     def of(self, block: int) -> ExpertNames:
         """Return the names for one block."""
-        put = {name: getattr(self, name) for name in ("router", "gate", "up", "down")}
+        put = {name: getattr(self, name) for name in ("router", "gate", "up", "down", "balance")}
         put = {name: value.replace("{i}", str(block)) for name, value in put.items()}
-        shared = self.shared and (
-            self.shared[0].format(i=block),
-            self.shared[1].format(i=block),
-        )
+        shared = tuple(name.format(i=block) for name in self.shared)
         return replace(self, **put, shared=shared)
 
     def biases(self, config: ResolvedModelConfig) -> list[str]:
@@ -76,10 +77,18 @@ class ExpertNames:
         return "joint" if self.gate == self.up else "stacked"
 
 
-def present(choices: tuple[ExpertNames, ...], names: Collection[str]) -> ExpertNames:
+def present(
+    choices: tuple[ExpertNames, ...], names: Collection[str], config: ResolvedModelConfig
+) -> ExpertNames:
     """Return the naming that a file with these names uses; the first one if none matches."""
-    files = (c for c in choices if c.of(0).gate.format(e=0) in names)
+    first = blocks_with_experts(config)[0]
+    files = (c for c in choices if c.of(first).gate.format(e=0) in names)
     return next(files, choices[0])
+
+
+def blocks_with_experts(config: ResolvedModelConfig) -> range:
+    """Return the indices of the blocks that a naming describes."""
+    return range(config.ffn_config.first_k_dense_replace or 0, config.n_layers)
 
 
 def experts_to_theirs(
@@ -89,10 +98,12 @@ def experts_to_theirs(
 
     `ours` are the names of our tensors.
     """
-    for block in range(config.n_layers):
+    for block in blocks_with_experts(config):
         here, at = names.of(block), f"blocks.{block}.ffn."
         if is_mixture(config):
             yield here.router, _one(f"{at}router.weight")
+            if here.balance:
+                yield here.balance, _balance(f"{at}router.", config)
             if here.is_interleaved:
                 yield from _biases_to_theirs(here, at, config, ours)
         else:
@@ -101,9 +112,10 @@ def experts_to_theirs(
         gated = v1 if not is_mixture(config) or f"{at}experts.v1" in ours else None
         yield from FORMS[names.form][0](here, (w1, gated, w2), _count(config))
         if here.shared and _has_shared(config):
-            gate, up, down = (f"{at}shared.{name}.weight" for name in DENSE.values())
-            yield here.shared[0], _joined([_one(gate), _one(up)], 0)
-            yield here.shared[1], _one(down)
+            parts = [_one(f"{at}shared.{name}.weight") for name in DENSE.values()]
+            if len(here.shared) < len(parts):
+                parts = [_joined(parts[:2], 0), parts[2]]
+            yield from zip(here.shared, parts, strict=True)
 
 
 def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Read) -> Made:
@@ -112,24 +124,50 @@ def experts_to_ours(names: ExpertNames, config: ResolvedModelConfig, sketch: Rea
     The function raises a UserError if an HF tensor has the wrong shape. `sketch` raises one if the
     file has no such tensor.
     """
-    for block in range(config.n_layers):
+    for block in blocks_with_experts(config):
         here, at = names.of(block), f"blocks.{block}.ffn."
         stacks = zip(DENSE, FORMS[names.form][1](here, config), strict=True)
         for name, stack in ((name, stack) for name, stack in stacks if stack is not None):
             yield from _feed_forward(name, stack, at, config, has_biases=here.is_interleaved)
         if is_mixture(config):
             yield f"{at}router.weight", _one(here.router)
+            if here.balance:
+                yield from _balance_to_ours(here.balance, f"{at}router.", config)
             if here.is_interleaved:
                 yield from _biases_to_ours(here, at, config, sketch)
         else:
             sketch(here.router)  # of one expert any router gives it all of the weight
         if here.shared and _has_shared(config):
-            hidden = config.ffn_config.shared_expert_hidden_size
-            both = _theirs(here.shared[0], (2 * (hidden or 0), config.d_model))
-            down = _one(here.shared[1])
-            parts = (_half(both, 0, 0), _half(both, 1, 0), down)
+            parts = [_one(name) for name in here.shared]
+            if len(parts) < len(DENSE):
+                hidden = config.ffn_config.shared_expert_hidden_size
+                both = _theirs(here.shared[0], (2 * (hidden or 0), config.d_model))
+                parts = [_half(both, 0, 0), _half(both, 1, 0), parts[1]]
             for name, part in zip(DENSE.values(), parts, strict=True):
                 yield f"{at}shared.{name}.weight", _then(Tensor.contiguous, part)
+
+
+def _balance(router: str, config: ResolvedModelConfig) -> Make:
+    """Return the function that makes the balancing bias (E,) of our two buffers."""
+    rate = config.ffn_config.moe_bias_update_rate
+    return lambda read: (
+        rate * read(f"{router}bias_steps") + read(f"{router}bias_start").view(torch.float32)
+    )
+
+
+def _balance_to_ours(name: str, router: str, config: ResolvedModelConfig) -> Made:
+    """Yield our buffers of a balancing bias: whole steps, and the exact rest."""
+    rate = config.ffn_config.moe_bias_update_rate
+    bias = _theirs(name, (_count(config),))
+
+    def steps(read: Read) -> Tensor:
+        return (bias(read).float() / rate).round().to(torch.int32)
+
+    yield f"{router}bias_steps", steps
+    yield (
+        f"{router}bias_start",
+        lambda read: (bias(read).float() - rate * steps(read)).view(torch.int32),
+    )
 
 
 def _feed_forward(
@@ -380,6 +418,17 @@ def _granite_experts() -> tuple[ExpertNames, ...]:
 GPT_OSS = (
     replace(_JOINT_EXPERTS, router="model.layers.{i}.mlp.router.weight", is_interleaved=True),
 )
+
+
+def _deepseek_experts(balance: str) -> tuple[ExpertNames, ...]:
+    """Return the two namings of DeepSeek's experts, with the shared one."""
+    module = "model.layers.{i}.mlp.shared_experts."
+    shared = tuple(f"{module}{name}.weight" for name in DENSE.values())
+    return tuple(replace(names, shared=shared, balance=balance) for names in QWEN)
+
+
 QWEN = _each_named("mlp", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = _each_named("block_sparse_moe", "w1", "w3", "w2")
 GRANITE = _granite_experts()
+DEEPSEEK_V2 = _deepseek_experts("")
+DEEPSEEK_V3 = _deepseek_experts(f"model.layers.{{i}}.mlp.gate.{BALANCE}")

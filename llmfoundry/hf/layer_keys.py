@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from llmfoundry.hf.architectures import FULL, SLIDING, Architecture, WindowFields, read_nope
+from llmfoundry.hf.architecture import FULL, SLIDING, Architecture, WindowFields, read_nope
 from llmfoundry.recipe.attention import (
     DEFAULT,
     AttentionOverride,

@@ -17,7 +17,7 @@ import torch
 from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import DOCUMENT_START
+from llmfoundry.hf.architecture import DOCUMENT_START
 from llmfoundry.hf.read_folder import read_folder_config
 from llmfoundry.inference.hugging_face_slots import end_ids
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import AGAIN, MOST_BYTES, read_object, read_object_if_there
-from llmfoundry.hf.architectures import ARCHITECTURES, OWN
+from llmfoundry.hf.architecture import OWN
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.config_keys import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, foundry_map
 from llmfoundry.hf.mxfp4 import Mxfp4

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmfoundry.hf.architectures import Architecture
+from llmfoundry.hf.architecture import Architecture
 from llmfoundry.recipe.attention import ROPE_KEYS, ROPE_TYPES, YARN_KEYS, RopeConfig
 from llmfoundry.recipe.model import ModelConfig
 

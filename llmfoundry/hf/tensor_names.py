@@ -12,8 +12,8 @@ Gemma: its norm weights are offset by one, and its embedding is scaled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 
@@ -39,10 +39,12 @@ class NameRule:
         bias: when the HF layer has a bias, see `has_bias`; it is zero if our layer has none.
         transposed: the HF weight has the shape (in, out).
         interleaved: in HF queries and keys, the two elements of a rotary pair are adjacent. In
-            ours, they are half a head apart.
+            ours, they are half a head apart. Of latent attention only the last rows of a head
+            rotate, and all heads share those of a key.
         heads: `q` or `k`: HF stores a copy of our weight for each such head; `{h}` is its index.
         less: subtracted from our weight to get the HF weight.
         multiplied: HF multiplies the weight by sqrt(d_model) in the forward pass.
+        where: whether a block has the layer; None: all blocks have it.
     """
 
     ours: str
@@ -53,6 +55,7 @@ class NameRule:
     heads: str = ""
     less: float = 0.0
     multiplied: bool = False
+    where: Callable[[ResolvedModelConfig, int], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,51 @@ MAPS: dict[str, WeightMap] = {
     "GPTNeoForCausalLM": WeightMap(
         _gpt_neo(), ignored=("*.attention.bias", "*.attention.masked_bias")
     ),
+}
+
+
+def _deepseek() -> tuple[NameRule, ...]:
+    """Return the rules of DeepSeek-V2 and V3 outside of experts."""
+    ours, theirs = "blocks.{i}.attn.", "model.layers.{i}.self_attn."
+    attention = tuple(
+        NameRule(
+            f"{ours}{name}", (f"{theirs}{other}.weight",), interleaved=name not in FIXED_ROWS,
+            where=where,
+        )
+        for name, other, where in (
+            ("Wq", "q_proj", lambda c, _: c.attn_config.q_lora_rank is None),
+            ("Wq_a", "q_a_proj", _has_query_latents),
+            ("q_a_ln", "q_a_layernorm", _has_query_latents),
+            ("Wq_b", "q_b_proj", _has_query_latents),
+            ("Wkv_a", "kv_a_proj_with_mqa", None),
+            ("kv_a_ln", "kv_a_layernorm", None),
+            ("Wkv_b", "kv_b_proj", None),
+        )
+    )  # fmt: skip
+    dense = (replace(rule, where=_is_dense) for rule in _ffn("never", *_GLU))
+    others = _llama_like(*dense, qkv_bias="never", out_bias="never")
+    return *(rule for rule in others if not rule.ours.endswith("Wqkv")), *attention
+
+
+FIXED_ROWS = ("Wq_a", "q_a_ln", "kv_a_ln", "Wkv_b")  # of latent attention, without rotary pairs
+
+
+def _has_query_latents(config: ResolvedModelConfig, block: int) -> bool:
+    return config.attn_config.q_lora_rank is not None
+
+
+def _is_dense(config: ResolvedModelConfig, block: int) -> bool:
+    return block < (config.ffn_config.first_k_dense_replace or 0)
+
+
+# transformers does not load the layer that predicts one more token either
+_NEXT_TOKEN = ("*.rotary_emb.inv_freq", "model.layers.61.*")
+MAPS |= {
+    name: WeightMap(_deepseek(), experts, _NEXT_TOKEN)
+    for name, experts in (
+        ("DeepseekV2ForCausalLM", expert_names.DEEPSEEK_V2),
+        ("DeepseekV3ForCausalLM", expert_names.DEEPSEEK_V3),
+    )
 }
 
 
@@ -410,7 +458,7 @@ def _ours_of_theirs(
 ) -> Iterator[tuple[str, Make]]:
     """Yield our tensors that the map covers, each with the function that makes it."""
     if weights.experts:
-        yield from experts_to_ours(present(weights.experts, names), config, sketch)
+        yield from experts_to_ours(present(weights.experts, names, config), config, sketch)
     for rule, layer, theirs in layers(weights, config):
         if f"{layer}.weight" not in ours:
             continue
@@ -496,6 +544,8 @@ def layers(
     heads = {"q": config.n_heads, "k": config.attn_config.kv_n_heads or 1, "": 1}
     for rule in weights.rules:
         for block in range(config.n_layers) if "{i}" in rule.ours else (0,):
+            if rule.where is not None and not rule.where(config, block):
+                continue
             numbers = range(heads[rule.heads])
             theirs = (name.format(i=block, h=h) for name in rule.theirs for h in numbers)
             yield rule, rule.ours.format(i=block), tuple(theirs)
@@ -505,6 +555,8 @@ def _rows(
     rule: NameRule, tensor: Tensor, parts: int, config: ResolvedModelConfig
 ) -> tuple[Tensor, ...]:
     """Split the rows of our weight into its HF parts."""
+    if rule.interleaved and parts == 1:
+        return (rotated_rows(rule.ours, tensor, config),)
     if parts == 1 or rule.heads:
         return (tensor,) * parts
     kv_width = config.attn_config.kv_n_heads * config.head_dim
@@ -512,6 +564,25 @@ def _rows(
     if rule.interleaved:
         q, k = swap_pairs(q, 2, config.head_dim // 2), swap_pairs(k, 2, config.head_dim // 2)
     return q, k, v
+
+
+def rotated_rows(
+    layer: str, rows: Tensor, config: ResolvedModelConfig, *, back: bool = False
+) -> Tensor:
+    """Reorder the rotary rows of a projection of latent attention from ours to HF's, or back.
+
+    Args:
+        layer: name of our layer; the queries have a rotated part for each head.
+        rows: (heads * (others + rotary), …), of which the last rows of a head rotate.
+        config: resolved model configuration.
+        back: from HF's order to ours.
+    """
+    heads, width = 1 if layer.endswith("Wkv_a") else config.n_heads, config.rotary_dim
+    by_head = rows.unflatten(0, (heads, -1))
+    others, rotary = by_head.split((by_head.shape[1] - width, width), dim=1)
+    pairs = (width // 2, 2) if back else (2, width // 2)
+    rotary = swap_pairs(rotary.flatten(0, 1), *pairs).unflatten(0, (heads, width))
+    return torch.cat([others, rotary], dim=1).flatten(0, 1)
 
 
 def swap_pairs(rows: Tensor, outer: int, inner: int) -> Tensor:
@@ -525,6 +596,8 @@ def _bias_name(weight: str) -> str:
 
 def _joined(rule: NameRule, parts: list[Tensor], config: ResolvedModelConfig) -> Tensor:
     """Join HF parts into our weight; the inverse of `_rows`."""
+    if len(parts) == 1 and rule.interleaved:
+        return rotated_rows(rule.ours, parts[0], config, back=True)
     if len(parts) == 1:
         return parts[0].contiguous()
     if rule.interleaved:

@@ -36,11 +36,12 @@ from llmfoundry.files import (
     sync,
     write_json,
 )
-from llmfoundry.hf.architectures import DOCUMENT_START, OWN
+from llmfoundry.hf.architecture import DOCUMENT_START, OWN
 from llmfoundry.hf.card import CardInfo, write_card
 from llmfoundry.hf.causal_lm import HFCausalLM
 from llmfoundry.hf.choose_architecture import choose_architecture, remarks, unkept
 from llmfoundry.hf.config_keys import write_settings
+from llmfoundry.hf.expert_names import BALANCE
 from llmfoundry.hf.read_folder import FLOATS as DTYPES
 from llmfoundry.hf.read_folder import SAFETENSORS
 from llmfoundry.hf.safetensors_file import FileLayout, write_tensor
@@ -269,7 +270,8 @@ class _Weights:
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             files |= {tensor.name: file for tensor in shard}
-            layouts[file] = FileLayout.of((t.name, _kept(t.dtype, dtype), t.shape) for t in shard)
+            kept = ((t.name, _kept(t.name, t.dtype, dtype), t.shape) for t in shard)
+            layouts[file] = FileLayout.of(kept)
         return cls(dtype, {tensor.name: tensor for tensor in tensors}, files, layouts)
 
     def write(self, folder: Path, journal: Journal) -> None:
@@ -306,9 +308,10 @@ class _Weights:
         journal.add(dict.fromkeys(sorted(written)))
 
 
-def _kept(held: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a tensor is written in: integer tensors keep theirs."""
-    return dtype if held.is_floating_point else held
+def _kept(name: str, held: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a tensor is written in: integers and balancing biases keep theirs."""
+    is_kept = not held.is_floating_point or name.endswith(BALANCE)
+    return held if is_kept else dtype
 
 
 def export_tensors(
@@ -333,7 +336,7 @@ def export_tensors(
 
 def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a tensor and check that it is finite. Integer tensors keep their dtype."""
-    converted = tensor.detach().to("cpu", _kept(tensor.dtype, dtype)).contiguous()
+    converted = tensor.detach().to("cpu", _kept(name, tensor.dtype, dtype)).contiguous()
     if not torch.isfinite(converted).all():
         dtype_name = str(dtype).removeprefix("torch.")
         reason = f"has values that {dtype_name} cannot hold; write dtype=bf16 or dtype=fp32"

@@ -7,7 +7,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
+from llmfoundry.hf.architecture import TRAINING
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.config_keys import get
 from llmfoundry.recipe.attention import (
     AttentionOverride,
@@ -53,6 +54,38 @@ def put(key: str, value: Any) -> Change:
 
 def toggle(key: str) -> Change:
     return put(key, lambda config: not get(config, key))
+
+
+LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def unlatent(change: Change) -> Change:
+    """A change that latent attention excludes: the model gets plain heads first."""
+
+    def of_heads(config: ModelConfig) -> ModelConfig | None:
+        attn = config.attn_config
+        if attn.is_latent:
+            attn.attn_type = "multihead_attention"
+            for key in LATENT_KEYS:
+                setattr(attn, key, None)
+            attn.norm_type = attn.norm_eps = None
+        return change(config)
+
+    return of_heads
+
+
+def _latent(key: str, value: int) -> Change:
+    """Another width of latent attention, where there is one."""
+
+    def change(config: ModelConfig) -> ModelConfig | None:
+        attn = config.attn_config
+        if not attn.is_latent:
+            return None
+        setattr(attn, key, value)
+        config.head_dim = attn.latent_head_dim
+        return config
+
+    return change
 
 
 def _positions(kind: str) -> Change:
@@ -112,12 +145,18 @@ def _width(config: ModelConfig) -> ModelConfig:
     width = config.d_model // 2 if config.d_model == 64 else 16
     if config.ffn_config.ffn_hidden_size == 4 * config.d_model:
         config.ffn_config.ffn_hidden_size = 4 * width
-    config.d_model, config.head_dim, config.expansion_ratio = width, width // HEADS, None
+    config.d_model, config.expansion_ratio = width, None
+    if not config.attn_config.is_latent:
+        config.head_dim = width // HEADS
     return config
 
 
 def _three_heads(config: ModelConfig) -> ModelConfig:
-    config.n_heads, config.head_dim = 3, 12
+    config.n_heads = 3
+    if config.attn_config.is_latent:
+        config.attn_config.kv_n_heads = 3
+        return config
+    config.head_dim = 12
     return _heads(3, "multihead_attention")(config)
 
 
@@ -140,7 +179,7 @@ def _normed(key: str, value: Any) -> Change:
 
     def where(config: ModelConfig) -> ModelConfig | None:
         attn = config.attn_config
-        return change(config) if attn.qk_ln or attn.qk_gn else None
+        return change(config) if attn.qk_ln or attn.qk_gn or attn.is_latent else None
 
     return where
 
@@ -203,6 +242,21 @@ def _moe(**values: Any) -> Change:
     return change
 
 
+def _groups(best: int) -> Change:
+    """To as many groups as possible, of which a token has its experts from `best`."""
+
+    def change(config: ModelConfig) -> ModelConfig | None:
+        ffn = config.ffn_config
+        if ffn.ffn_type != "dmoe" or ffn.moe_num_experts in (None, 1):
+            return None
+        size = 2 if ffn.moe_scoring_func == "sigmoid" else 1
+        ffn.moe_n_group, ffn.moe_topk_group = ffn.moe_num_experts // size, best
+        ffn.moe_top_k = min(ffn.moe_top_k, best * size)
+        return config
+
+    return change
+
+
 def _biased(rate: float) -> Change:
     off = {"moe_loss_weight": None, "moe_lbl_scope": None}
     return _moe(moe_balancing="bias", moe_bias_update_rate=rate, **off)
@@ -225,35 +279,40 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     "d_model": _width,
     "n_heads": _three_heads,
     "n_layers": put("n_layers", 3),
-    "head_dim": put("head_dim", lambda c: 2 * c.head_dim),
+    "head_dim": unlatent(put("head_dim", lambda c: 2 * c.head_dim)),
     "vocab_size": put("vocab_size", 192),
     "max_seq_len": put("max_seq_len", 48),
-    "learned_pos_emb": _positions("learned"),
+    "learned_pos_emb": unlatent(_positions("learned")),
     "no_bias": toggle("no_bias"),
-    "attention_bias": toggle("attention_bias"),
+    "attention_bias": unlatent(toggle("attention_bias")),
     "norm_type": put("norm_type", lambda c: {"rmsnorm": "layernorm"}.get(c.norm_type, "rmsnorm")),
     "norm_eps": put("norm_eps", 0.3),
     "tie_word_embeddings": toggle("tie_word_embeddings"),
     "logit_scale": put("logit_scale", 0.6),
     "final_logit_softcapping": put("final_logit_softcapping", 2.5),
-    "attn_config.attn_type": _attn_type,
-    "attn_config.kv_n_heads": _heads(2, "grouped_query_attention"),
+    "attn_config.attn_type": unlatent(_attn_type),
+    "attn_config.kv_n_heads": unlatent(_heads(2, "grouped_query_attention")),
+    "attn_config.kv_lora_rank": _latent("kv_lora_rank", 12),
+    "attn_config.q_lora_rank": _latent("q_lora_rank", 9),
+    "attn_config.qk_nope_head_dim": _latent("qk_nope_head_dim", 4),
+    "attn_config.qk_rope_head_dim": _latent("qk_rope_head_dim", 4),
+    "attn_config.v_head_dim": _latent("v_head_dim", 16),
     "attn_config.softmax_scale": put("attn_config.softmax_scale", 0.7),
     "attn_config.attn_logit_softcapping": put("attn_config.attn_logit_softcapping", 1.3),
-    "attn_config.clip_qkv": put(
-        "attn_config.clip_qkv", lambda c: None if c.attn_config.clip_qkv else 0.4
+    "attn_config.clip_qkv": unlatent(
+        put("attn_config.clip_qkv", lambda c: None if c.attn_config.clip_qkv else 0.4)
     ),
-    "attn_config.sinks": toggle("attn_config.sinks"),
-    "attn_config.qk_ln": _qk_norm("qk_ln"),
-    "attn_config.qk_gn": _qk_norm("qk_gn"),
+    "attn_config.sinks": unlatent(toggle("attn_config.sinks")),
+    "attn_config.qk_ln": unlatent(_qk_norm("qk_ln")),
+    "attn_config.qk_gn": unlatent(_qk_norm("qk_gn")),
     "attn_config.norm_type": _normed(
         "attn_config.norm_type", lambda c: {"rmsnorm": "layernorm"}.get(c.norm_type, "rmsnorm")
     ),
     "attn_config.norm_eps": _normed("attn_config.norm_eps", 0.3),
     "attn_config.sliding_window_size": put("attn_config.sliding_window_size", 7),
-    "attn_config.alibi": _positions("alibi"),
+    "attn_config.alibi": unlatent(_positions("alibi")),
     "attn_config.alibi_bias_max": _where("attn_config.alibi", put("attn_config.alibi_bias_max", 4)),
-    "attn_config.rope": _positions("rope"),
+    "attn_config.rope": unlatent(_positions("rope")),
     "attn_config.rope_theta": _where("attn_config.rope", put("attn_config.rope_theta", 77.0)),
     "attn_config.rope_hf_config.type": _rope(),
     "attn_config.rope_hf_config.factor": _rope(factor=9.0),
@@ -268,7 +327,7 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     "attn_config.rope_hf_config.attention_factor": _yarn(attention_factor=1.9),
     "attn_config.rope_hf_config.mscale": _yarn(mscale=2.0, mscale_all_dim=0.5),
     "attn_config.rope_hf_config.mscale_all_dim": _yarn(mscale=0.5, mscale_all_dim=2.0),
-    "attn_config.nope": _positions("nope"),
+    "attn_config.nope": unlatent(_positions("nope")),
     "attn_config.attn_temperature_tuning.floor_scale": _tuning(3),
     "attn_config.attn_temperature_tuning.attn_scale": _tuning(8),
     "ffn_config.ffn_type": _ffn_type,
@@ -278,15 +337,23 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
     "ffn_config.moe_top_k": _moe(moe_top_k=lambda ffn: ffn.moe_top_k + 1),
     "ffn_config.glu_limit": _glu_limit,
     "ffn_config.moe_router_bias": _moe(moe_router_bias=True),
-    "ffn_config.mlp_type": _moe(mlp_type="mlp"),
+    "ffn_config.mlp_type": _moe(mlp_type="mlp", glu_limit=None),
     "ffn_config.moe_normalize_expert_weights": _moe(
         moe_normalize_expert_weights=lambda ffn: None if ffn.moe_normalize_expert_weights else 2.0
     ),
     "ffn_config.moe_balancing": _biased(1e-3),
     "ffn_config.moe_bias_update_rate": _biased(0.2),
     "ffn_config.shared_expert_hidden_size": _moe(
-        shared_expert_hidden_size=lambda ffn: 24 if ffn.shared_expert_hidden_size else 40
+        shared_expert_hidden_size=lambda ffn: 20 if ffn.shared_expert_hidden_size else 40
     ),
+    "ffn_config.moe_scoring_func": _moe(
+        moe_scoring_func=lambda ffn: "softmax" if ffn.moe_scoring_func == "sigmoid" else "sigmoid"
+    ),
+    "ffn_config.moe_n_group": _groups(1),
+    "ffn_config.moe_topk_group": _groups(2),
+    "ffn_config.moe_routed_scaling_factor": _moe(moe_routed_scaling_factor=1.7),
+    "ffn_config.first_k_dense_replace": _moe(first_k_dense_replace=1, dense_hidden_size=20),
+    "ffn_config.dense_hidden_size": _moe(first_k_dense_replace=1, dense_hidden_size=36),
     "ffn_config.uniform_expert_assignment": _moe(uniform_expert_assignment=True),
     "ffn_config.moe_force_balance": _moe(moe_force_balance=True),
     "block_overrides.order": _stack("local default local", local={"sliding_window_size": 5}),
@@ -300,8 +367,8 @@ KEPT_OR_REFUSED: dict[str, Change] = {  # what logits depend on, each changed al
         "default a", a={"nope": True, "attn_temperature_tuning": TemperatureConfig(None, 0.7)}
     ),
     "block_overrides.overrides.nope": _stack("default free", free={"nope": True}),
-    "block_overrides.overrides.reuse_kv_layer_idx": _stack(
-        "default again", again={"reuse_kv_layer_idx": -1}
+    "block_overrides.overrides.reuse_kv_layer_idx": unlatent(
+        _stack("default again", again={"reuse_kv_layer_idx": -1})
     ),
 }
 WITHOUT_LOGITS: dict[str, Change] = {  # what they do not depend on
@@ -328,10 +395,19 @@ DROPPED: dict[str, Change] = {
 EXPERT = "shared_expert_hidden_size"
 ONE_VALUE = {"name"}  # the schema itself refuses any other
 
-BLAMED = {  # keys that a refusal may name for a change of another: it offends what excludes it
+BLAMED: dict[
+    str, tuple[str, ...]
+] = {  # keys that a refusal may name for a change of another: it offends what excludes it
     "d_model": ("d_model", "head_dim", "ffn_config.ffn_hidden_size"),
     "n_heads": ("n_heads", "head_dim", "attn_config.attn_type"),
     "attn_config.kv_n_heads": ("attn_config.attn_type",),
+    "head_dim": ("head_dim", "attn_config.attn_type"),
+    "ffn_config.ffn_hidden_size": (
+        "ffn_config.ffn_hidden_size",
+        "ffn_config.shared_expert_hidden_size",
+    ),
+    "ffn_config.moe_topk_group": ("ffn_config.moe_n_group",),
+    "ffn_config.dense_hidden_size": ("ffn_config.first_k_dense_replace",),
     "norm_type": ("norm_type", "attn_config.norm_type"),
     "norm_eps": ("norm_eps", "attn_config.norm_eps"),
     "tie_word_embeddings": ("tie_word_embeddings", "logit_scale"),
@@ -343,5 +419,5 @@ BLAMED = {  # keys that a refusal may name for a change of another: it offends w
 }
 POSITIONS = ("learned_pos_emb", "attn_config.alibi", "attn_config.rope", "attn_config.nope")
 SHARPENED = "attn_config.attn_temperature_tuning.attn_scale"  # not where layers rotate
-BLAMED |= dict.fromkeys(POSITIONS, (*POSITIONS, SHARPENED))
+BLAMED |= dict.fromkeys(POSITIONS, (*POSITIONS, SHARPENED, "attn_config.attn_type"))
 BLAMED |= {key: ("block_overrides",) for key in KEPT_OR_REFUSED if key.startswith("block_")}

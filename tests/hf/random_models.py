@@ -16,6 +16,7 @@ from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.recipe.attention import (
+    LATENT,
     AttentionOverride,
     BlockOverride,
     BlockOverridesConfig,
@@ -38,7 +39,8 @@ def settings(
     """A filled `model` section of a small decoder; `attn` may give kv_n_heads alone."""
     attn, heads = dict(attn or {}), top.get("n_heads", HEADS)
     kinds = {None: "multihead_attention", heads: "multihead_attention", 1: "multiquery_attention"}
-    attn["attn_type"] = kinds.get(attn.get("kv_n_heads"), "grouped_query_attention")
+    kind = kinds.get(attn.get("kv_n_heads"), "grouped_query_attention")
+    attn["attn_type"] = LATENT if "kv_lora_rank" in attn else kind
     shape = {"d_model": WIDTH, "n_heads": HEADS, "n_layers": 2}
     config = ModelConfig(
         **{**shape, "vocab_size": ROWS, "max_seq_len": LENGTH, **top},
@@ -60,8 +62,9 @@ def decoder(config: ModelConfig) -> Decoder:
             parameter.normal_(0, matrix if parameter.ndim > 1 else 0.3, generator=generator)
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter += 1
-        for buffer in model.buffers():  # steps of routers' biases: enough to choose others
-            buffer.random_(-300, 300, generator=generator)
+        for name, buffer in model.named_buffers():  # of routers: enough to choose others
+            if name.endswith("bias_steps"):
+                buffer.random_(-300, 300, generator=generator)
     return model
 
 
@@ -192,6 +195,20 @@ MOE: dict[str, Any] = {
 SUM: dict[str, Any] = MOE | {"moe_normalize_expert_weights": 1.0}
 SHARED: dict[str, Any] = {"shared_expert_hidden_size": 40}
 JITTER: dict[str, Any] = {"moe_jitter_eps": 0.1}
+LATENTS = ROPE | {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8}
+DEEPSEEK: dict[str, Any] = {**BARE, "norm_type": "rmsnorm", "norm_eps": 1e-6, "attn": LATENTS}
+DEEP: dict[str, Any] = MOE | {
+    "moe_num_experts": 8,
+    "shared_expert_hidden_size": 48,
+    "moe_balancing": "none",
+}
+GROUPED = {"moe_n_group": 4, "moe_topk_group": 2}
+FIRST = {"first_k_dense_replace": 1, "dense_hidden_size": 40}
+SIGMOID: dict[str, Any] = {
+    "moe_scoring_func": "sigmoid",
+    "moe_balancing": "bias",
+    "moe_normalize_expert_weights": 1.0,
+}
 MIXTURE: dict[str, Any] = {**RMS, **BARE, "ffn": SUM}
 OSS: dict[str, Any] = SUM | {
     "ffn_act_fn": "quick_gelu",
@@ -352,6 +369,23 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
         {**MIXTURE, "attn": ROPE | GQA, "ffn": SUM | SHARED},
         {**MIXTURE, "attn": ROPE | SCALE, "ffn": SUM | SHARED, **INVERSE, **QKV, **UNTIED},
         {**MIXTURE, "attn": ROPE, "ffn": SUM | SHARED | {"moe_num_experts": 1, "moe_top_k": 1}},
+    ],
+    "DeepseekV2ForCausalLM": [
+        {**DEEPSEEK, "ffn": DEEP},
+        {
+            **DEEPSEEK,
+            "attn": LATENTS | {"q_lora_rank": 12, "rope_hf_config": LINEAR["rope_hf_config"]},
+            "ffn": DEEP | GROUPED | {"moe_routed_scaling_factor": 3.0},
+        },
+    ],
+    "DeepseekV3ForCausalLM": [
+        {**DEEPSEEK, "ffn": DEEP | SIGMOID | FIRST, "n_layers": 3},
+        {
+            **DEEPSEEK,
+            "attn": LATENTS | {"q_lora_rank": 12, "v_head_dim": 12, "attn_pdrop": 0.1},
+            "ffn": DEEP | SIGMOID | GROUPED | {"moe_routed_scaling_factor": 2.5},
+            **UNTIED,
+        },
     ],
     "SmolLM3ForCausalLM": [
         {**LLAMA, **stack("default free default", **NOPES)},

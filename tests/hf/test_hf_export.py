@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import ACTIVATIONS
+from llmfoundry.hf.architecture import ACTIVATIONS
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.config_keys import write_settings
 from llmfoundry.hf.read_folder import from_hf

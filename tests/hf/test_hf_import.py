@@ -13,7 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmfoundry.errors import UserError
-from llmfoundry.hf.architectures import ANYTHING, ARCHITECTURES, REQUIRED
+from llmfoundry.hf.architecture import ANYTHING, REQUIRED
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.layer_keys import FLOOR, SCALE
 from llmfoundry.hf.open_class import load_config
 from llmfoundry.hf.read_folder import from_hf
@@ -59,6 +60,19 @@ FEW = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
 LOCAL_FEW = {**FEW, "num_local_experts": 5}
 OLMOE = {**LLAMA_SHAPE, "num_experts": 1, "num_experts_per_tok": 1}
 QWEN_MOE = {**LLAMA_SHAPE, **FEW, "num_experts": 5, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    **LLAMA_SHAPE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 5,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+}
 DBRX_FEW = {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 17}
 LLAMA3 = {
@@ -175,6 +189,32 @@ MADE = [  # transformers' config and class, and the settings
     ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "attention_bias": True}),
     ("GptOss", GPT_OSS),
     ("GptOss", {**GPT_OSS, "layer_types": MIXED, "swiglu_limit": 0.2, "attention_bias": False}),
+    ("DeepseekV2", DEEPSEEK),
+    (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 12,
+            "topk_method": "group_limited_greedy",
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 16.0,
+        },
+    ),
+    ("DeepseekV3", {**DEEPSEEK, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}),
+    (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 12,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "n_shared_experts": 1,
+        },
+    ),
     ("GPT2", GPT2_SHAPE),
     ("GPT2", {**GPT2_SHAPE, "n_inner": 40, "activation_function": "gelu"}),
     ("GPTBigCode", GPT2_SHAPE),
@@ -195,6 +235,9 @@ def make(kind: str, options: dict[str, Any], *, head: bool = True) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     return model
 
 

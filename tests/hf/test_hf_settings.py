@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf import LlmfoundryConfig
-from llmfoundry.hf.architectures import ARCHITECTURES, TRAINING
+from llmfoundry.hf.architecture import LOSS, TRAINING
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.choose_architecture import choose_architecture, unkept
 from llmfoundry.hf.config_keys import get, read_settings, write_settings
 from llmfoundry.hf.read_folder import from_hf
@@ -126,7 +127,9 @@ def test_a_setting_of_training_goes_along_or_is_named(key: str) -> None:
         "resid_pdrop": {"GPT2LMHeadModel", "Starcoder2ForCausalLM", "DbrxForCausalLM"},
         "attn_config.attn_pdrop": ARCHITECTURES.keys() - {"MptForCausalLM"},
         "embedding_fraction": set(),
-        "ffn_config.moe_loss_weight": {name for name, a in ARCHITECTURES.items() if a.mixture},
+        "ffn_config.moe_loss_weight": {
+            name for name, a in ARCHITECTURES.items() if any(f.ours == LOSS for f in a.fields)
+        },
         "ffn_config.moe_jitter_eps": {"DbrxForCausalLM", "MixtralForCausalLM"},
         "ffn_config.moe_zloss_weight": set(),
     }

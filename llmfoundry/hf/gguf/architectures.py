@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmfoundry.hf.architectures import (
-    ARCHITECTURES,
+from llmfoundry.hf.architecture import (
     HEADS_FILL,
     NO_QKV_BIAS,
     NORMALIZE,
@@ -26,6 +25,7 @@ from llmfoundry.hf.architectures import (
     Requirement,
     is_mixture,
 )
+from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.recipe.attention import ResolvedRopeConfig
 from llmfoundry.recipe.model import ResolvedModelConfig

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.hf.architectures import is_mixture
+from llmfoundry.hf.architecture import is_mixture
 from llmfoundry.hf.gguf.architectures import SHAPES, computed_tensors
 from llmfoundry.hf.tensor_names import MAPS, swap_pairs
 from llmfoundry.models.lazy_tensors import LazyTensor

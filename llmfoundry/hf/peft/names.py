@@ -19,7 +19,7 @@ from torch import Tensor
 from llmfoundry.bounded import first_to_match, match_all, run_bounded
 from llmfoundry.errors import UserError
 from llmfoundry.files import read_object
-from llmfoundry.hf.architectures import OWN, is_mixture
+from llmfoundry.hf.architecture import OWN, is_mixture
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.expert_names import ExpertNames
 from llmfoundry.hf.tensor_names import MAPS, NameRule, layers, swap_pairs

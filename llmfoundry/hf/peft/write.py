@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llmfoundry.errors import UserError
 from llmfoundry.files import open_to_all, write_json
-from llmfoundry.hf.architectures import OWN
+from llmfoundry.hf.architecture import OWN
 from llmfoundry.hf.peft.names import (
     CONFIG,
     OWN_TYPE,
