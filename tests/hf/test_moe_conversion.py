@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import llmfoundry.hf  # noqa: F401  (registers the project's own class)
 from llmfoundry.errors import UserError
+from llmfoundry.hf.architecture import LOSS
 from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.choose_architecture import choose_architecture
 from llmfoundry.hf.read_folder import from_hf
@@ -153,7 +154,10 @@ def test_dbrx_as_databricks_wrote_it_is_read_with_the_base_that_transformers_ove
     assert (logits(read(tmp_path), rows()) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name, a in ARCHITECTURES.items() if a.mixture])
+LOSSES = [name for name, a in ARCHITECTURES.items() if any(f.ours == LOSS for f in a.fields)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_balancing_loss_weighs_as_much_in_transformers(
     name: str, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -280,11 +284,36 @@ def test_other_peoples_mixtures_that_we_are_not_are_refused_by_key(
         from_hf(str(folder))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
-def test_gated_shared_experts_and_sigmoid_routers_are_refused(kind: str, tmp_path: Path) -> None:
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"model_type '{kind}' cannot be read"):
+def test_gated_shared_experts_are_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen2_moe").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="model_type 'qwen2_moe' cannot be read"):
         from_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_method"])
+def test_groups_of_deepseek_v2_are_read_by_its_method(key: str, tmp_path: Path) -> None:
+    folder, config = written("DeepseekV2ForCausalLM", tmp_path, case=1)
+    assert from_hf(str(folder))[0].ffn_config.moe_n_group == 4
+    rewrite(folder, config, key, {"n_group": None, "topk_method": "greedy"}[key])
+    assert from_hf(str(folder))[0].ffn_config.moe_n_group is None
+    rewrite(folder, config, "topk_method", "noaux_tc")
+    with pytest.raises(UserError, match=r"^config.json: topk_method 'noaux_tc'; the decoder has"):
+        from_hf(str(folder))
+
+
+def test_balancing_biases_of_deepseek_v3_stay_fp32_and_are_read_exactly(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    model, out = decoder(settings(**CASES["DeepseekV3ForCausalLM"][0])), tmp_path / "out"
+    to_hf(model, tokenizer, out, dtype="bf16", card=CARD)
+    file = out / "model.safetensors"
+    weights, name = load_file(file), "model.layers.1.mlp.gate.e_score_correction_bias"
+    expected = model.blocks[1].ffn.router.biases()
+    assert weights[name].dtype == torch.float32 and torch.equal(weights[name], expected)
+    weights[name] = torch.randn(len(expected), generator=torch.Generator().manual_seed(8)) / 100
+    weights["model.layers.61.eh_proj.weight"] = torch.ones(2, 2)  # as the published weights have
+    save_file(weights, file)
+    assert torch.equal(read(out).blocks[1].ffn.router.biases(), weights[name])
 
 
 def test_more_experts_chosen_than_there_are_is_refused(tmp_path: Path) -> None:
