@@ -215,7 +215,7 @@ def _sweep(recipe_type: type[Any], command: CommandLine) -> None:
     words = [sys.executable, sys.argv[0]]
     if command.recipe is not None:
         words.append(command.recipe)
-    if sweep(points, words, config):
+    if sweep(points, words, config, recipe_type):
         sys.exit(FAILED)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import IntervalSweep
 
 # Recipe keys of the folder of a run. Each point gets its own subfolder.
-_PLACES = ("run_name", "save_folder", "output")
+PLACES = ("run_name", "save_folder", "output")
 
 MOST_POINTS = 10_000
 """Maximal number of points of a sweep."""
@@ -44,6 +44,10 @@ class SweepPoint:
     """Parent folder of `place`; "" if the recipe has no folder."""
     digest: str = ""
     """Hash of the resolved recipe, by which a later sweep recognizes the same point."""
+    swept: dict[str, str] = field(default_factory=dict)
+    """Values that vary between the points, by key."""
+    run_name: str = ""
+    """Name of the run without the swept values; "" if the recipe has none."""
 
 
 HOW = {
@@ -236,8 +240,8 @@ def _placed(
         swept: those of them that vary.
         points: earlier points by folder.
     """
-    words = [word for word in swept if key_and_text(word)[0] not in _PLACES]
-    parents = {key: getattr(recipe, key) for key in _PLACES if getattr(recipe, key, None)}
+    words = [word for word in swept if key_and_text(word)[0] not in PLACES]
+    parents = {key: getattr(recipe, key) for key in PLACES if getattr(recipe, key, None)}
     parent = list(parents.values())[-1:]  # empty, or the last of them
     for number in itertools.count(1):
         # a number distinguishes values that differ only in characters not allowed in a name
@@ -247,7 +251,14 @@ def _placed(
             break
     folders = [f"{key}={folder}/{name}" for key, folder in parents.items() if name]
     digest = hashlib.sha256(to_yaml(recipe, resolve=True).encode()).hexdigest()[:16]
-    return SweepPoint(place, [*combination, *folders], "".join(parent), digest)
+    return SweepPoint(
+        place,
+        [*combination, *folders],
+        "".join(parent),
+        digest,
+        dict(map(key_and_text, swept)),
+        parents.get("run_name", ""),
+    )
 
 
 def _folder_name(words: list[str]) -> str:

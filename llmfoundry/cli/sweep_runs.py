@@ -35,6 +35,7 @@ from llmfoundry.cli.commands.compare import (
     refuse_page,
     run_names,
 )
+from llmfoundry.cli.sweep_advice import advice
 from llmfoundry.cli.sweep_points import SweepConfig, SweepPoint
 from llmfoundry.command_text import command_line
 from llmfoundry.errors import UserError, one_line
@@ -64,13 +65,16 @@ class PointExit:
         return "finished" if self.pause == END else f"paused at {self.pause}"
 
 
-def sweep(points: Sequence[SweepPoint], command: Sequence[str], config: SweepConfig) -> int:
+def sweep(
+    points: Sequence[SweepPoint], command: Sequence[str], config: SweepConfig, recipe_type: type
+) -> int:
     """Run all points, print a comparison and write its page.
 
     Args:
         points: points with their overrides.
         command: command before the overrides: interpreter, script and recipe.
         config: how far each point runs.
+        recipe_type: dataclass of the points' recipes.
 
     Returns:
         The number of failed points.
@@ -88,7 +92,10 @@ def sweep(points: Sequence[SweepPoint], command: Sequence[str], config: SweepCon
             running.run_all(config)
         finally:  # also after Ctrl-C
             running.write_page(is_over=True)
-    print_runs(running.read())
+    runs = running.read()
+    print_runs(runs)
+    for line in advice(points, runs, recipe_type, command):
+        print(line)
     if running.page is not None:
         print(f"page: {running.page}")
         print(f"the same page again: {command_line('compare', str(home))}")

@@ -44,9 +44,11 @@ run(TrainRecipe, "sweep_target:remember")
 """
 
 
-def sweep(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], list[list[object]]]:
+def sweep(
+    folder: Path, *words: str, loss: str = "20 - recipe.seed"
+) -> tuple[subprocess.CompletedProcess[str], list[list[object]]]:
     """Run a script with -m; what it printed, and what each run's target was given."""
-    (folder / "sweep_target.py").write_text(TARGET)
+    (folder / "sweep_target.py").write_text(TARGET.replace("20 - recipe.seed", loss))
     (folder / "script.py").write_text(SCRIPT)
     (folder / "reported.jsonl").write_text("")
     arguments = [sys.executable, "script.py", *words]
