@@ -452,6 +452,32 @@ def activate_fa3() -> bool:
     return True
 
 
+def activate_fa4() -> bool:
+    """Make PyTorch's flash attention run FlashAttention 4 if it is installed; return if it does.
+
+    `torch.nn.attention.activate_flash_attention_impl` is public. Its first versions had no windows,
+    which the presence of `torch.nn.attention._fa4._aten_to_fa4_window_size` shows; without that
+    nothing is activated.
+    """
+    attention = importlib.import_module("torch.nn.attention")
+    activate = getattr(attention, "activate_flash_attention_impl", None)
+    try:
+        kernels = importlib.import_module("torch.nn.attention._fa4")
+    except ImportError:
+        return False
+    if activate is None or not hasattr(kernels, "_aten_to_fa4_window_size"):
+        return False
+    activate("FA4")
+    return True
+
+
+def restore_fa2() -> None:
+    """Make PyTorch's flash attention run FlashAttention 2 again, after `activate_fa4`."""
+    attention = importlib.import_module("torch.nn.attention")
+    if attention.current_flash_attention_impl() == "FA4":
+        attention.restore_flash_attention_impl()
+
+
 def is_recomputing() -> bool:
     """Return whether a checkpointed forward pass is being recomputed in a backward pass.
 

@@ -229,7 +229,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         return object() if machine.triton else None
 
     def version(name: str) -> str:
-        if machine.flash is None:
+        if machine.flash is None or name != "flash-attn":
             raise importlib.metadata.PackageNotFoundError(name)
         return machine.flash
 
@@ -249,7 +249,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         attention_flash._missing_flash,
         flash._missing_flash3,
         flash._build_flags,
-        flash.serves_varlen,
+        flash.fastest_varlen,
+        flash._has_flash4,
     )
     for found in cached:
         found.cache_clear()

@@ -1,7 +1,7 @@
 """FlashAttention on CUDA: PyTorch's (`varlen`) and the packages flash-attn and flash-attn-3.
 
-    varlen   PyTorch's variable-length attention; no bias, softcap or dropout. On Hopper it runs
-             FlashAttention 3 if that is installed (`serves_varlen`)
+    varlen   PyTorch's variable-length attention; no bias, softcap or dropout. It runs
+             FlashAttention 3 or 4 if one is installed that supports the GPU (`fastest_varlen`)
     flash    package flash-attn (Dao, 2023): the only fast kernel that supports dropout together
              with ALiBi or a window in packed sequences
     flash3   package flash-attn-3 (Shah et al., 2024), on Hopper GPUs (H100, H200): softcap, windows
@@ -35,7 +35,7 @@ from llmfoundry.ops.attention.base import (
     working_dtype,
 )
 from llmfoundry.ops.packed_layout import PackedLayout
-from llmfoundry.ops.torch_private import activate_fa3
+from llmfoundry.ops.torch_private import activate_fa3, activate_fa4, restore_fa2
 
 
 def varlen_refusal(
@@ -57,7 +57,6 @@ def varlen_prepare(
     device: torch.device,
 ) -> AttentionPlan:
     """Prepare the borders of documents."""
-    serves_varlen(device)
     plan = prepare("varlen", layout, spec, queries=queries, past=past, device=device)
     shared = "enable_gqa" in _varlen_parameters()  # since torch 2.12
     if layout is None:
@@ -201,21 +200,60 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-@functools.cache
-def serves_varlen(device: torch.device) -> bool:
-    """Return whether PyTorch's varlen attention runs FlashAttention 3; activate it if possible.
+FLASH_4_WIDTHS = {9: ((8, 256),), 10: ((8, 128), (256, 256))}
+"""Head widths of FlashAttention 4, from the first to the last, by compute capability
+(asserts of flash_attn/cute/interface.py, 4.0.0b36)."""
 
-    After activation PyTorch's attention over sequences without packing may use it too. It has no
-    dropout, which models that use varlen do not have either.
+
+@functools.cache
+def fastest_varlen(device: torch.device, head_dim: int | None) -> str | None:
+    """Activate the fastest installed kernel for PyTorch's varlen attention; return its name.
+
+    FA3 on compute capability 9, else FA4 on 9 and 10, else None: PyTorch's own FlashAttention 2.
+    After activation PyTorch's attention over sequences without packing may use it too. Neither has
+    dropout, which models that use varlen do not have either; see `make_room`.
     """
-    if not is_hopper(device) or _missing_flash3() is not None:
+    wanted = []
+    if is_hopper(device) and _missing_flash3() is None:
+        wanted.append(("FA3", activate_fa3))
+    if serves_flash4(device, head_dim) and _has_flash4():
+        wanted.append(("FA4", activate_fa4))
+    for name, activate in wanted:
+        try:
+            if activate():
+                return name
+        except Exception as error:  # for any reason: another kernel can be used
+            line = str(error).split("\n")[0]
+            warnings.warn(f"PyTorch's varlen attention runs FlashAttention 2: {line}", stacklevel=2)
+    return None
+
+
+def make_room(device: torch.device, head_dim: int | None, *, dropout: bool) -> None:
+    """Undo the activation of FlashAttention 4 for a model that it does not support."""
+    if device.type != "cuda" or not _has_flash4():
+        return
+    if dropout or not serves_flash4(device, head_dim):
+        restore_fa2()
+        fastest_varlen.cache_clear()
+
+
+def serves_flash4(device: torch.device, head_dim: int | None) -> bool:
+    """Return whether FlashAttention 4 supports a GPU and a head width, padded to 16 bytes."""
+    if device.type != "cuda":
         return False
+    widths = FLASH_4_WIDTHS.get(torch.cuda.get_device_capability(device)[0], ())
+    padded = -(-(head_dim or 8) // 8) * 8
+    return any(first <= padded <= last for first, last in widths)
+
+
+@functools.cache
+def _has_flash4() -> bool:
+    """Return whether the package flash-attn-4 is installed; activation reports if it is broken."""
     try:
-        return activate_fa3()
-    except Exception as error:  # for any reason: another kernel can be used
-        line = str(error).split("\n")[0]
-        warnings.warn(f"PyTorch's varlen attention runs FlashAttention 2: {line}", stacklevel=2)
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
         return False
+    return True
 
 
 @functools.cache

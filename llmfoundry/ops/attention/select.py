@@ -125,6 +125,9 @@ class AttentionKernels:
                 impl = choose(spec, packed, device, dtype, head_dim, trees=trees)
             elif reason := refusal(impl, spec, device, dtype, head_dim=head_dim):
                 raise UserError(f"model.attn_config.attn_impl: {reason}")
+            flash.make_room(device, head_dim, dropout=bool(spec.dropout))
+            if impl == "varlen":
+                flash.fastest_varlen(device, head_dim)
             self._chosen[case] = impl
         return self._chosen[case]
 
@@ -205,8 +208,8 @@ def choose(
     On CUDA sequences without packing use SDPA. The order otherwise is: varlen (no mask, nothing to
     compile), flash3 (adds a softcap; on Hopper, if installed), flex (every option except dropout),
     flash (every option except dropout with a softcap; if installed), sdpa with a dense mask, and
-    torch, which supports everything. If PyTorch cannot run varlen on FlashAttention 3, flash3 comes
-    before it.
+    torch, which supports everything. If PyTorch cannot run varlen on FlashAttention 3 or 4, flash3
+    comes before it.
     """
     order = ["sdpa", "torch"]
     plain = not (
@@ -217,7 +220,7 @@ def choose(
     if trees:
         order = [name for name in order if name in SERVE_TREES]
     able = [name for name in order if not refusal(name, spec, device, dtype, head_dim=head_dim)]
-    if able[:2] == ["varlen", "flash3"] and not flash.serves_varlen(device):
+    if able[:2] == ["varlen", "flash3"] and flash.fastest_varlen(device, head_dim) is None:
         return "flash3"
     return able[0]
 
