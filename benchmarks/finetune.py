@@ -245,8 +245,9 @@ def run(words: list[str]) -> None:
     import psutil
 
     from llmfoundry.builders import trainer
-    from llmfoundry.plan.fit import Fit, choose_fit
-    from llmfoundry.plan.memory import FRAMEWORK
+    from llmfoundry.plan.fit import choose_fit
+    from llmfoundry.plan.microbatch_sizes import FRAMEWORK
+    from llmfoundry.plan.search import Fit
 
     found: list[tuple[int, int]] = []
 

@@ -46,8 +46,10 @@ from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.torch_private import unwatched_shapes
 from llmfoundry.plan.count import fill
 from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
-from llmfoundry.plan.memory import FRAMEWORK, GIB, MemoryEstimate, estimate
+from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
 from llmfoundry.plan.meter import GpuKernels, LiveBytes
+from llmfoundry.plan.microbatch_sizes import FRAMEWORK, memory_of_gpu
+from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
@@ -161,7 +163,7 @@ def _sent(kind: str, group: dist.ProcessGroup, operand: int, splits: Sequence[in
 
 
 RECIPES = ("mpt-7b", "mpt-70b", "dbrx")
-MEMORY = 77 * 10**9  # free of a GPU of 80 GB
+MEMORY = memory_of_gpu(Hardware.parse("1x80gb", "gpu"))
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -185,7 +187,7 @@ def read(name: str, ranks: int, words: list[str]) -> ResolvedTrainRecipe:
 def decide(recipe: ResolvedTrainRecipe, ranks: int) -> None:
     """Write what auto stands for on GPUs of 80 GB; a UserError where it does not fit."""
     fit = choose_fit(recipe, world_size=ranks, available=MEMORY, device=GPU)
-    recipe.parallel.activation_checkpointing = fit.checkpointing
+    recipe.parallel = fit.choice.apply(recipe).parallel
     recipe.device_train_microbatch_size = fit.microbatch
 
 

@@ -32,8 +32,10 @@ from benchmarks.layouts import GPU, spread
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import flops_per_token
 from llmfoundry.plan.communication import communication
-from llmfoundry.plan.layouts import TAKEN, Cluster, ParallelLayout, rank
+from llmfoundry.plan.layouts import Cluster, ParallelLayout, rank
 from llmfoundry.plan.memory import estimate
+from llmfoundry.plan.microbatch_sizes import memory_of_gpu, rooms
+from llmfoundry.plan.search import ActivationChoice
 from llmfoundry.plan.seconds import FLASH_3, Speeds, StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.train import ResolvedTrainRecipe
@@ -76,7 +78,7 @@ class Row:
     @property
     def setting(self) -> Cluster:
         """Its GPUs, to look for layouts."""
-        return Cluster(self.hardware.gpus, self.reached, self.hardware.memory - TAKEN)
+        return Cluster(self.hardware.gpus, self.reached, memory_of_gpu(self.hardware))
 
     def predict(self) -> StepSeconds:
         """A step's seconds in the published layout.
@@ -296,7 +298,9 @@ def _own(row: Row) -> ParallelLayout:
     )
     recipe = dataclasses.replace(row.recipe, parallel=parallel)
     need = estimate(recipe, row.hardware.gpus, device=GPU)
-    return ParallelLayout(recipe, row.predict(), need, int(0.9 * row.setting.available))
+    room = rooms(row.setting.available, GPU)[-1]
+    choice = ActivationChoice(str(parallel.activation_checkpointing))
+    return ParallelLayout(recipe, row.predict(), need, room, choice)
 
 
 def main() -> None:

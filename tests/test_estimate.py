@@ -30,6 +30,8 @@ from llmfoundry.plan.fit import (
     load_line,
 )
 from llmfoundry.plan.memory import estimate, weight_bytes
+from llmfoundry.plan.microbatch_sizes import FRAMEWORK, USABLE
+from llmfoundry.plan.search import ActivationChoice
 from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.data import DataConfig
 from llmfoundry.recipe.finetune import FinetuneRecipe
@@ -195,7 +197,7 @@ def test_gradients_that_wait_for_the_last_microbatch_are_counted_whole() -> None
     assert waiting.total(8) == need.total(8)
     more = waiting.total(4) - need.total(4)
     assert more == pytest.approx((4 - 4 / 8) * need.parameters, abs=8)
-    room = int(need.total(4) / 0.9) + 2
+    room = memory_for(need.total(4))
     for each, rows in {True: 4, False: 2}.items():
         recipe.parallel.reduce_scatter_each_microbatch = each
         assert choose_microbatch(recipe, world_size=8, available=room, device=GPU) == rows
@@ -207,7 +209,7 @@ def test_a_choice_of_gradients_that_does_not_fit_names_its_key() -> None:
     recipe.parallel.reduce_scatter_each_microbatch = False
     recipe.parallel.fill()
     need = estimate(recipe, 8, device=GPU)
-    room = int((need.total(1) - 1) / 0.9)
+    room = need.total(1) - 1 - FRAMEWORK  # one byte too few, without a margin
     said = r"^parallel.reduce_scatter_each_microbatch: false needs .* are free; write true$"
     with pytest.raises(UserError, match=said):
         choose_microbatch(recipe, world_size=8, available=room, device=GPU)
@@ -215,11 +217,16 @@ def test_a_choice_of_gradients_that_does_not_fit_names_its_key() -> None:
     assert choose_microbatch(recipe, world_size=8, available=room, device=GPU) >= 1
 
 
+def memory_for(total: int) -> int:
+    """Free bytes of a GPU in which an estimate just fits with the margin."""
+    return int(total / USABLE) - FRAMEWORK + 2**10
+
+
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
     recipe = make_recipe("mpt", "fp32")
     need = estimate(recipe, 1)
     for rows in (64, 32, 16, 1):
-        room = int(need.total(rows) / 0.9) + 2**20
+        room = memory_for(need.total(rows)) + 2**20
         assert choose_microbatch(recipe, world_size=1, available=room, device=GPU) == rows
     assert choose_microbatch(recipe, world_size=4, available=2**40, device=GPU) == 16
 
@@ -235,7 +242,7 @@ def test_auto_leaves_room_for_a_process_whose_experts_have_twice_the_load() -> N
     assert need.total(16) < need.total(16, 2.0) == need.total(16) + need.load_bytes(16)
     memory: dict[str, Any] = {"world_size": 4, "device": GPU}
     for rows, load, found in ((16, 2.0, 16), (16, 1.9, 8), (1, 1.9, 1), (1, 1.0, 1)):
-        room = int(need.total(rows, load) / 0.9) + 2**10
+        room = memory_for(need.total(rows, load))
         fit = choose_fit(recipe, available=room, **memory)
         assert fit.microbatch == found  # the margin refuses nothing that fits without it
         if rows == found:
@@ -245,7 +252,7 @@ def test_auto_leaves_room_for_a_process_whose_experts_have_twice_the_load() -> N
                 f"expert load of a process, in means: up to {load:.1f} fits"
             )
     with pytest.raises(UserError, match="GiB are free"):
-        choose_fit(recipe, available=int(need.total(1) / 0.9) - 2**10, **memory)
+        choose_fit(recipe, available=need.total(1) - FRAMEWORK - 2**10, **memory)
     recipe.parallel.expert_parallel_degree = 1  # all rows of all experts are a process's own
     alone = estimate(recipe, 4, device=GPU)
     assert alone.load_bytes(16) == 0
@@ -256,7 +263,7 @@ def test_auto_leaves_room_for_a_process_whose_experts_have_twice_the_load() -> N
 def test_cuda_graphs_take_a_step_in_one_microbatch(asked: str | int) -> None:
     recipe = make_recipe("mpt", "fp32")
     recipe.compile_mode, recipe.device_train_microbatch_size = "reduce-overhead", asked
-    room = int(estimate(recipe, 1, device=GPU).total(16) / 0.9) + 2**20
+    room = memory_for(estimate(recipe, 1, device=GPU).total(16)) + 2**20
     with pytest.raises(
         UserError, match=r"^compile_mode: reduce-overhead .* has 4 \(64 rows, 16 at"
     ):
@@ -275,15 +282,16 @@ def test_auto_computes_again_as_little_as_fits() -> None:
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
     memory: dict[str, Any] = {"world_size": 1, "device": GPU}
     for level, total in zip(("none", "selective", "whole"), totals, strict=True):
-        fit = choose_fit(recipe, available=int(total / 0.9) + 2**10, **memory)
-        assert (fit.checkpointing, fit.microbatch) == (level, 16)  # 16 rows are MIN_TOKENS
-    little = int(totals[2] / 0.9 * 0.97)
+        fit = choose_fit(recipe, available=memory_for(total), **memory)
+        assert (fit.choice.name, fit.microbatch) == (level, 16)  # 16 rows are MIN_TOKENS
+    little = memory_for(int(0.97 * totals[2]))
     fit = choose_fit(recipe, available=little, **memory)
-    assert fit.checkpointing == "whole" and fit.microbatch < 16
-    room = int(totals[0] / 0.9) + 2**10
-    again = choose_fit(recipe, available=room, **memory, begun_with="whole")
-    assert again.checkpointing == "whole" and again.microbatch >= 16
-    assert "as the run began" in checkpointing_line(recipe, again, "whole")
+    assert fit.choice.level == "whole" and fit.microbatch < 16
+    room = memory_for(totals[0])
+    whole = ActivationChoice("whole")
+    again = choose_fit(recipe, available=room, **memory, begun_with=whole)
+    assert again.choice == whole and again.microbatch >= 16
+    assert "as the run began" in checkpointing_line(recipe, again, whole)
     assert "auto is none" in checkpointing_line(
         recipe, choose_fit(recipe, available=room, **memory)
     )

@@ -30,7 +30,8 @@ from llmfoundry.models.attention import attention_specs
 from llmfoundry.models.counts import gpu_here, trained_flops_per_token
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.attention.select import choose
-from llmfoundry.plan.memory import FRAMEWORK, estimate
+from llmfoundry.plan.memory import estimate
+from llmfoundry.plan.microbatch_sizes import FRAMEWORK
 from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.choice_table import REQUIRED
 from llmfoundry.recipe.logger import CALLBACKS, CallbackType

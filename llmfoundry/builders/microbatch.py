@@ -49,9 +49,9 @@ from llmfoundry.exit_status import ENDS_FOLDER
 from llmfoundry.files import read_json, write_json
 from llmfoundry.ops.devices import total_host_memory
 from llmfoundry.ops.torch_private import Replicas
-from llmfoundry.plan.fit import Fit
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.microbatch_sizes import rows_per_process
+from llmfoundry.plan.microbatch_sizes import USABLE, rows_per_process
+from llmfoundry.plan.search import Fit
 from llmfoundry.processes import start_module
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import EXPERT
@@ -62,9 +62,6 @@ from llmfoundry.train.out_of_memory import KEY, NAME, MicrobatchLimit, remembere
 
 FOLDER = "probes"
 """Subfolder of data.cache_folder."""
-USABLE = 0.95
-"""Fraction of the free memory that a measured peak may take: batches differ, and fragmentation
-grows."""
 SECONDS = 600.0
 """Timeout of one group of probe processes, which build the model and take steps."""
 STDERR = "stderr"

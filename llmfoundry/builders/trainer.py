@@ -79,7 +79,6 @@ from llmfoundry.models.quantized import value_count
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.plan.communication import spanning
 from llmfoundry.plan.fit import (
-    Fit,
     check_workers,
     checkpointing_line,
     choose_fit,
@@ -87,6 +86,7 @@ from llmfoundry.plan.fit import (
     with_guessed_vocabulary,
 )
 from llmfoundry.plan.microbatch_sizes import memory_of_process
+from llmfoundry.plan.search import ActivationChoice, Fit
 from llmfoundry.plan.seconds import in_seconds, speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.choice_table import load_code
@@ -255,13 +255,14 @@ def _memory_fit(
 
     `trained` is the model of fine-tuning on the meta device.
     """
+    gpu = on_rank0(world, lambda: gpu_here(world.device))
     fit = partial(
         choose_fit,
         world_size=world.size,
         available=memory_of_process(world),
         device=world.device,
         meta_model=trained,
-        gpu=on_rank0(world, lambda: gpu_here(world.device)),
+        reached=None if gpu is None else speeds(gpu, recipe),
     )
     on_all_ranks(world, partial(_check_machine, recipe, world, fit))
     return fit
@@ -282,16 +283,18 @@ def _fitted(
     parallel, begun_with, saved = recipe.parallel, None, start.checkpoint
     if saved is not None and not start.weights_only:
         state = on_rank0(world, lambda: read_state(saved))
-        small = state.get("activation_compression", "none")
-        begun_with = state.get("activation_checkpointing")
-        begun_with = begun_with if small == "none" else f"{begun_with} and {small}"
+        begun_with = ActivationChoice.of_keys(
+            state.get("activation_checkpointing", "none"),
+            state.get("activation_compression", "none"),
+            state.get("activation_checkpointing_target"),
+        )
     chosen = fit(recipe, begun_with=begun_with)
     if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
         note(checkpointing_line(recipe, chosen, begun_with))
     if line := load_line(recipe, chosen, world.size):
         note(line)
-    parallel.activation_checkpointing = chosen.checkpointing
-    parallel.activation_compression = chosen.compression
+    for key, value in chosen.choice.settings().items():
+        setattr(parallel, key, value)
     free = memory_of_process(world)
     return settle_microbatch(recipe, chosen, run, world, available=free, note=note)
 
@@ -603,6 +606,8 @@ def banner(
     again = recomputation(recipe.parallel.activation_checkpointing)
     if again != "none":
         how += f", activation checkpointing: {again}"
+        if recipe.parallel.activation_checkpointing_target is not None:
+            how += f" of {recipe.parallel.activation_checkpointing_target}"
     if recipe.parallel.activation_compression != "none":
         how += f", activations in {recipe.parallel.activation_compression}"
     if recipe.compile:

@@ -60,18 +60,16 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.communication import CollectiveTraffic, communication, spanning
 from llmfoundry.plan.compile_choice import choose_compile, planned_steps
 from llmfoundry.plan.fit import (
-    Fit,
     check_workers,
     checkpointing_line,
     choose_fit,
     load_line,
     parts_text,
     with_guessed_vocabulary,
-    with_level,
 )
-from llmfoundry.plan.layouts import TAKEN
 from llmfoundry.plan.memory import GIB, MemoryEstimate
-from llmfoundry.plan.microbatch_sizes import memory_of_process
+from llmfoundry.plan.microbatch_sizes import memory_of_gpu, memory_of_process
+from llmfoundry.plan.search import Fit
 from llmfoundry.plan.seconds import speed_line, speeds, step_line, step_seconds
 from llmfoundry.recipe.after_training import (
     CompareRecipe,
@@ -158,14 +156,15 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
         check_kernels(recipe, world.device)
 
     # the largest microbatch that fits
-    free = memory_of_process(world) if hardware is None else hardware.memory - TAKEN
+    free = memory_of_process(world) if hardware is None else memory_of_gpu(hardware)
+    gpu = _timed_gpu(world, hardware)
     fit = choose_fit(
         guessed,
         world_size=world.size,
         available=free,
         device=world.device,
         meta_model=model,
-        gpu=_timed_gpu(world, hardware),
+        reached=None if gpu is None else speeds(gpu, guessed),
     )
     rows, need = fit.microbatch, fit.need
     start = _start(recipe)
@@ -180,7 +179,7 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
     parallel = recipe.parallel
     if "auto" in (parallel.activation_checkpointing, parallel.activation_compression):
         yield "", checkpointing_line(guessed, fit)
-    yield from _compilation(guessed, world, fit, _timed_gpu(world, hardware))
+    yield from _compilation(guessed, world, fit, gpu)
     if world.size > 1 and model is None:
         if hardware is not None:
             node = hardware.gpu.node
@@ -188,11 +187,9 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
             node = node_size()
         else:  # this command would start all processes on this machine
             node = world.size
-        yield from _layout(guessed, world, fit, node, _timed_gpu(world, hardware))
-    if model is None:
-        yield from _time(
-            with_level(guessed, fit.checkpointing, fit.compression), world, fit, hardware
-        )
+        yield from _layout(guessed, world, fit, node, gpu)
+    if model is None and gpu is not None:
+        yield from _time(fit.choice.apply(guessed), world, fit, gpu)
 
     # checkpoints, evaluation and the checks of inputs
     yield "checkpoints", _checkpoints(recipe, need, model)
@@ -265,7 +262,7 @@ def _compilation(recipe: ResolvedTrainRecipe, world: World, fit: Fit, gpu: Gpu |
         yield "", "compile: auto is decided by the number of steps, which depends on the data"
         return
     choice = choose_compile(
-        with_level(recipe, fit.checkpointing, fit.compression),
+        fit.choice.apply(recipe),
         device=world.device,
         world_size=world.size,
         steps=steps,
@@ -276,11 +273,8 @@ def _compilation(recipe: ResolvedTrainRecipe, world: World, fit: Fit, gpu: Gpu |
     recipe.compile = choice.is_on
 
 
-def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, hardware: Hardware | None) -> Rows:
-    """Yield seconds per step and speed if the speed of the GPU is known."""
-    gpu = _timed_gpu(world, hardware)
-    if gpu is None:
-        return
+def _time(recipe: ResolvedTrainRecipe, world: World, fit: Fit, gpu: Gpu) -> Rows:
+    """Yield seconds per step and speed."""
     step = step_seconds(recipe, world.size, fit.microbatch, speeds(gpu, recipe))
     yield "step", step_line(step)
     yield "speed", speed_line(step, recipe, world.size, gpu)
@@ -432,7 +426,7 @@ def _layout(
     guessed: ResolvedTrainRecipe, world: World, fit: Fit, node: int, gpu: Gpu | None
 ) -> Rows:
     """Yield the expert load that fits, bytes communicated, and parallel degrees that span nodes."""
-    recipe = with_level(guessed, fit.checkpointing)
+    recipe = fit.choice.apply(guessed)
     expert_load = load_line(recipe, fit, world.size)
     if expert_load:
         yield "", expert_load  # without a label: it continues the row "memory"

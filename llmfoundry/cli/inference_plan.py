@@ -25,9 +25,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import format_gib
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.inference import InferenceMemory, inference_memory
-from llmfoundry.plan.layouts import TAKEN
 from llmfoundry.plan.memory import GIB
-from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_process
+from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_gpu, memory_of_process
 from llmfoundry.recipe.after_training import EvalRecipe, SamplingRecipe, ServeRecipe
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
@@ -121,7 +120,7 @@ def run_memory_lines(
     # processes, memory and precision, here or on the other hardware
     if hardware is not None:
         world = World(0, hardware.gpus, 0, torch.device("cuda"))
-        room = max(0, hardware.memory - TAKEN)
+        room = int(USABLE * memory_of_gpu(hardware))
     else:
         default = local_ranks(command.parallel, replicas=replicas)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

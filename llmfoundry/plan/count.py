@@ -67,6 +67,8 @@ class BlockCount:
 
     Attributes:
         blocks: number of blocks of this kind.
+        up_to_last: number of blocks of each kind up to the last block of this kind, in the order of
+            `ModelCount.blocks`.
         kept: saved activations.
         at_forward: memory peaks of the forward pass, in addition to what was allocated before.
             A peak that another one exceeds in every term is left out.
@@ -81,6 +83,7 @@ class BlockCount:
     """
 
     blocks: int
+    up_to_last: tuple[int, ...]
     kept: Bytes
     at_forward: tuple[Bytes, ...]
     at_backward: tuple[Bytes, ...]
@@ -191,15 +194,48 @@ def _count(
     of_ends = repr(facts)
     if model is not None:
         model.vocab_size = 0  # does not affect the blocks
-    of_blocks = repr([*facts, memory])
+    layers = recipe.model.layers() if meta_model is None else getattr(meta_model, "layers", None)
+    traits = _traits(meta_model, layers, memory)
+    indices = _by_kind(traits)
+    # counts of a kind depend on the kind that makes its keys and values, not on how many there are
+    firsts = [each[0] for each in indices]
+    kinds = [(traits[i], traits[layers[i].kv_from] if layers else None) for i in firsts]
+    of_blocks = [
+        repr([*facts, _alike(memory, traits[i]), kind])
+        for i, kind in zip(firsts, kinds, strict=True)
+    ]
     setting = _Setting(recipe, degrees, device, meta_model)
-    if of_blocks not in known:
-        with setting.counter(memory) as (counter, kinds):
-            known[of_blocks] = counter.blocks(kinds)
+    if not known.keys() >= {*of_blocks}:
+        with setting.counter(memory) as (counter, kinds_of_model):
+            known |= zip(of_blocks, counter.blocks(kinds_of_model), strict=True)
     if of_ends not in known:
         with setting.counter(replace(memory, checkpointing="none", targets=())) as (counter, _):
             known[of_ends] = counter.ends()
-    return ModelCount(known[of_blocks], known[of_ends])
+    blocks = [
+        replace(block, blocks=len(each), up_to_last=_up_to(each[-1], indices))
+        for block, each in zip(map(known.__getitem__, of_blocks), indices, strict=True)
+    ]
+    return ModelCount(tuple(blocks), known[of_ends])
+
+
+def _alike(memory: ActivationMemory, trait: _Trait) -> ActivationMemory:
+    """Return the settings without those of other kinds of blocks."""
+    is_kept = memory.checkpointing == "whole" and not trait.targets
+    checkpointing = "none" if is_kept else memory.checkpointing
+    return replace(memory, checkpointing=checkpointing, targets=())
+
+
+def _by_kind(traits: Sequence[_Trait]) -> list[list[int]]:
+    """Return the indices of the blocks of each kind, ordered by their last block."""
+    kinds: dict[_Trait, list[int]] = {}
+    for i, trait in enumerate(traits):
+        kinds.setdefault(trait, []).append(i)
+    return sorted(kinds.values(), key=lambda each: each[-1])
+
+
+def _up_to(last: int, indices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the number of blocks of each kind with an index of at most `last`."""
+    return tuple(sum(i <= last for i in each) for each in indices)
 
 
 _known: dict[str, Any] = {}  # counts by the settings that they depend on
@@ -297,12 +333,10 @@ class _Kind:
 
     Attributes:
         place: index of its representative in the reduced model.
-        count: number of blocks of this kind.
         is_reached: whether any parameter before it is trained.
     """
 
     place: int
-    count: int
     is_reached: bool
 
 
@@ -334,13 +368,9 @@ def _reduced(
     """Return the model with one block of each kind, its kinds, and their activation memory."""
     layers = recipe.model.layers() if meta_model is None else getattr(meta_model, "layers", None)
     traits = _traits(meta_model, layers, memory)
-    kinds: dict[_Trait, list[int]] = {}
-    for i, trait in enumerate(traits):
-        kinds.setdefault(trait, []).append(i)
 
     # keep the first block of each kind, and the blocks whose keys and values these use
-    in_order = sorted(kinds.values(), key=lambda each: each[-1])
-    firsts = {each[0]: len(each) for each in in_order}
+    firsts = [each[0] for each in _by_kind(traits)]
     makers = {layers[i].kv_from for i in firsts} if layers else set()
     places = sorted({*firsts, *makers})
     kept_layers = None
@@ -359,7 +389,7 @@ def _reduced(
             model._ways, model._head = {False: "positions", True: "mask"}, (1.0, None)
     if kept_layers is not None:
         model.layers = kept_layers
-    reduced_kinds = [_Kind(places.index(i), n, traits[i].is_reached) for i, n in firsts.items()]
+    reduced_kinds = [_Kind(places.index(i), traits[i].is_reached) for i in firsts]
     targets = tuple(memory.targets[i] for i in places)
     return Root(model), reduced_kinds, replace(memory, targets=targets)
 
@@ -467,7 +497,7 @@ class _Counter:
                 for kind in kinds:
                     run = self._run(blocks[kind.place], *inputs[kind.place], kind.is_reached)
                     runs[kind.place].append(run)
-        return tuple(_block_count(kind.count, runs[kind.place]) for kind in kinds)
+        return tuple(_block_count(runs[kind.place]) for kind in kinds)
 
     def _inputs(
         self, rows: int, blocks: Sequence[nn.Module]
@@ -558,8 +588,8 @@ def _tensors(result: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
 
 
-def _block_count(number: int, runs: Sequence[tuple[int, PassRecording]]) -> BlockCount:
-    """Return the cost of a block from its runs with FEW sequences, one more, and double load."""
+def _block_count(runs: Sequence[tuple[int, PassRecording]]) -> BlockCount:
+    """Return the cost of one block from its runs with FEW sequences, one more, and double load."""
     saved_bytes = _bytes([Reading(saved_bytes, 0) for saved_bytes, _ in runs])
     records = [recorded for _, recorded in runs]
     saved = [Reading(saved_bytes, 0) for saved_bytes, _ in runs]
@@ -567,7 +597,8 @@ def _block_count(number: int, runs: Sequence[tuple[int, PassRecording]]) -> Bloc
     backward, marked = [r.readings["backward"] for r in records], records[0].experts
     experts_done = _moments([run[marked - 1 : marked] for run in backward], saved)
     return BlockCount(
-        number,
+        1,
+        (1,),
         saved_bytes,
         _moments(forward),
         _moments([run[: marked or None] for run in backward], saved),

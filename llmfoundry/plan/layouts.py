@@ -1,8 +1,9 @@
 """Ranking of parallel layouts of a recipe by estimated step time, among those that fit.
 
 Entry points: `rank` and `own_layout`, for `cli/commands/plan.py`. The idea: the step time with the
-largest microbatch, without a memory check, is a lower bound that takes milliseconds. Memory is
-estimated only for the most promising layouts, until no other layout can be among the best.
+largest microbatch and no recomputation, without a memory check, is a lower bound that takes
+milliseconds. Only the most promising layouts are searched (`search.py`), until no other layout can
+be among the best. A layout that the recipe's own checks refuse is not proposed.
 """
 
 from __future__ import annotations
@@ -16,29 +17,41 @@ from typing import Any
 
 import torch
 
-from llmfoundry.plan.fit import choose_fit, with_level
-from llmfoundry.plan.memory import GIB, MemoryEstimate, estimate
-from llmfoundry.plan.microbatch_sizes import USABLE
+from llmfoundry.plan.compile_choice import choose_compile, planned_steps, with_compile
+from llmfoundry.plan.fit import choose_fit
+from llmfoundry.plan.memory import GIB, MemoryEstimate
+from llmfoundry.plan.search import (
+    ActivationChoice,
+    Fit,
+    MemoryLimit,
+    Search,
+    choices,
+    cost,
+    memory_limits,
+)
 from llmfoundry.plan.seconds import Speeds, StepSeconds, in_seconds, step_seconds
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.parallel import (
     AXES,
     EXPERT,
-    RECOMPUTED,
     Degrees,
     ResolvedParallelConfig,
     limits,
 )
-from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
+from llmfoundry.recipe.train import (
+    AUTO,
+    COMPILE_MODES,
+    GRAPH_MODES,
+    ResolvedTrainRecipe,
+    TrainRecipe,
+)
 
 CUDA = torch.device("cuda")
-TAKEN = 3 * 10**9
-"""Bytes of GPU memory that a run cannot use: the driver's context and NCCL's buffers."""
-FULL = 0.01
-"""Penalty on the step time of a layout, as a fraction, at full memory use. Of two layouts that are
-equally fast, the one with more free memory is better."""
 LEAST_TOKENS = 4096
 """Minimum tokens of a sequence per rank under context parallelism; shorter ones fit without it."""
+DEFAULT_MODE = COMPILE_MODES[0]
+LEAST = ActivationChoice("none")
+"""The choice without recomputation, whose step is the shortest with the same microbatch."""
 SHARDS_ONLY = ("reshard_after_forward", "reduce_scatter_each_microbatch")
 CHOSEN = (
     *AXES, EXPERT, *SHARDS_ONLY, "context_parallel_method", "activation_checkpointing",
@@ -46,8 +59,6 @@ CHOSEN = (
     "expert_capacity",
 )  # fmt: skip
 """Keys of the section parallel that a layout sets, or that have no effect in it."""
-MOST_ROWS = 64
-"""Maximum microbatch size that is considered."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +84,17 @@ class ParallelLayout:
         recipe: resolved recipe in which all of these are set.
         step: estimated step time.
         need: memory estimate.
-        room: bytes available.
+        room: bytes that the estimate may take.
+        choice: the activations that are kept.
+        is_compiled: whether blocks are compiled, also if the recipe leaves that to `auto`.
     """
 
     recipe: ResolvedTrainRecipe
     step: StepSeconds
     need: MemoryEstimate
     room: int
+    choice: ActivationChoice
+    is_compiled: bool = False
 
     @property
     def microbatch(self) -> int:
@@ -95,21 +110,16 @@ class ParallelLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether the layout fits, with the margin that the allocator needs."""
+        """Whether the layout fits."""
         return self.bytes <= self.room
 
     @property
     def cost(self) -> float:
-        """Step time plus the penalty FULL for memory use."""
-        return self.step.total * (1 + FULL * self.bytes / self.room)
-
-    @property
-    def level(self) -> str:
-        """Level of activation checkpointing."""
-        return str(self.recipe.parallel.activation_checkpointing)
+        """Step time plus a penalty for memory use."""
+        return cost(self.step, self.bytes, self.room)
 
     def name(self) -> str:
-        """Return a description: degrees other than 1, activation checkpointing, microbatch."""
+        """Return a description: degrees other than 1, compilation, activations, microbatch."""
         parallel = self.recipe.parallel
         degrees = {
             "replicate": parallel.data_parallel_replicate_degree,
@@ -121,29 +131,55 @@ class ParallelLayout:
         text = " ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one process"
         if parallel.reshard_after_forward is False:
             text += ", weights kept"
-        return f"{text}, {self.level}, {self.microbatch} rows"
+        if self.is_compiled:
+            text += ", compiled"
+        return f"{text}, {self.choice.name}, {self.microbatch} rows"
+
+    def changes(self, user_recipe: TrainRecipe) -> dict[str, Any]:
+        """Return the keys that turn the user's recipe into this layout, with their values."""
+        return changes(self.recipe, user_recipe)
 
     def overrides(self, user_recipe: TrainRecipe) -> list[str]:
-        """Return the command-line overrides that turn the user's recipe into this layout."""
-        # the keys whose value differs; some are true by default
-        changed: dict[str, Any] = {}
-        for name in CHOSEN:
-            new, old = getattr(self.recipe.parallel, name), getattr(user_recipe.parallel, name)
-            is_default = name in SHARDS_ONLY and new is True and old is None
-            if new != old and not is_default:
-                changed[f"parallel.{name}"] = new
-        if self.microbatch != user_recipe.device_train_microbatch_size:
-            changed["device_train_microbatch_size"] = self.microbatch
-
-        # as YAML
+        """Return `changes` as overrides of the command line, without characters to quote."""
         words = []
-        for key, value in changed.items():
+        for key, value in self.changes(user_recipe).items():
             if value is None:
                 value = "null"
             elif isinstance(value, bool):
                 value = str(value).lower()
+            elif isinstance(value, dict):
+                value = "{" + ",".join(f"{name}:{blocks}" for name, blocks in value.items()) + "}"
             words.append(f"{key}={value}")
         return words
+
+
+def changes(recipe: ResolvedTrainRecipe, user_recipe: TrainRecipe) -> dict[str, Any]:
+    """Return the keys that a layout changes in the user's recipe, with their values in `recipe`."""
+    changed: dict[str, Any] = {}
+    for name in CHOSEN:
+        new, old = getattr(recipe.parallel, name), getattr(user_recipe.parallel, name)
+        is_default = name in SHARDS_ONLY and new is True and old is None
+        if new != old and not is_default:
+            changed[f"parallel.{name}"] = new
+    for name in ("compile", "compile_mode", "device_train_microbatch_size"):
+        new, old = getattr(recipe, name), getattr(user_recipe, name)
+        is_default = name == "compile_mode" and new == DEFAULT_MODE and old is None
+        if new != old and not is_default:
+            changed[name] = new
+    return changed
+
+
+def refusals(recipe: ResolvedTrainRecipe, user_recipe: TrainRecipe) -> list[str]:
+    """Return the error lines of the user's recipe with the layout of `recipe`.
+
+    These are the lines of the check that every script makes when it loads a recipe.
+    """
+    changed = changes(recipe, user_recipe)
+    section = {key.removeprefix("parallel."): value for key, value in changed.items()
+               if key.startswith("parallel.")}  # fmt: skip
+    others = {key: value for key, value in changed.items() if not key.startswith("parallel.")}
+    parallel = dataclasses.replace(user_recipe.parallel, **section)
+    return [*dataclasses.replace(user_recipe, parallel=parallel, **others).check()]
 
 
 @dataclass(frozen=True)
@@ -169,70 +205,143 @@ def own_layout(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
     Raises:
         UserError: it does not fit, or its degrees do not match the number of GPUs.
     """
-    gpu, world = setting.reached.gpu, setting.gpus
-    fit = choose_fit(recipe, world_size=world, available=setting.available, device=CUDA, gpu=gpu)
-    fitting = with_level(recipe, fit.checkpointing, fit.compression)
-    chosen = _written(fitting, world, fit.microbatch)
-    return _layout(chosen, setting, fit.need)
+    fit = choose_fit(
+        recipe,
+        world_size=setting.gpus,
+        available=setting.available,
+        device=CUDA,
+        reached=setting.reached,
+    )
+    layout = _layout(recipe, setting, fit)
+    steps = planned_steps(recipe)
+    if recipe.compile != AUTO or steps is None:
+        return layout
+    choice = choose_compile(
+        layout.recipe,
+        device=CUDA,
+        world_size=setting.gpus,
+        steps=steps,
+        microbatch=fit.microbatch,
+        gpu=setting.reached.gpu,
+    )
+    if not choice.is_on:
+        return layout
+    compiled = with_compile(layout.recipe)
+    step = step_seconds(compiled, setting.gpus, fit.microbatch, setting.reached)
+    return dataclasses.replace(layout, step=step, is_compiled=True)
 
 
 def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
     """Rank the layouts that fit and return the best `most` kinds.
 
-    Layouts of one kind differ only in the degrees of replicas and shards; the best of each counts.
+    Layouts of one kind differ only in the degrees of replicas and shards, in the number of blocks
+    that are recomputed, and in compilation; the best of each counts.
 
     Args:
-        recipe: resolved recipe; its degrees, checkpointing and microbatch size are ignored.
+        recipe: resolved recipe; its degrees, checkpointing, compilation and microbatch size are
+            ignored.
         setting: the GPUs.
         most: number of layouts to return.
     """
-    # lower bounds of all layouts
-    candidates = [*_all(recipe, setting)]
-    bounds = [_bound(candidate, setting) for candidate in candidates]
-
-    # estimate the memory, in the order of the bounds, until no bound is below the last of the best
-    best: dict[Any, ParallelLayout] = {}
-    nearest: ParallelLayout | None = None
-    estimated = 0
-    for index in sorted(range(len(candidates)), key=bounds.__getitem__):
-        candidate, bound = candidates[index], bounds[index]
-        costs = sorted(layout.cost for layout in best.values())
-        if len(costs) >= most and bound >= costs[most - 1]:
+    user_recipe = recipe.user_recipe
+    candidates = [
+        candidate
+        for candidate in candidate_layouts(recipe, setting)
+        if not refusals(LEAST.apply(candidate), user_recipe)
+    ]
+    ranking = Ranking([], None, len(candidates), 0)
+    for limit in memory_limits(setting.available, CUDA):
+        ranking = _Ranker(setting, user_recipe, limit).rank(candidates, most)
+        if ranking.best:
             break
-        kind = _kind(candidate)
-        if kind in best and bound >= best[kind].cost:
-            continue
-        layout = _fitting(candidate, setting)
-        estimated += 1
-        if not layout.fits:
-            if nearest is None or layout.step.total < nearest.step.total:
-                nearest = layout
-        elif kind not in best or layout.cost < best[kind].cost:
-            best[kind] = layout
-
-    # count the memory traffic of the best exactly
-    finalists = sorted(best.values(), key=lambda layout: layout.cost)[:most]
-    exact = [_exactly(layout, setting) for layout in finalists]
-    ranked = sorted(exact, key=lambda layout: layout.cost)
-    return Ranking(ranked, nearest, len(candidates), estimated)
+    return ranking
 
 
-def _exactly(layout: ParallelLayout, setting: Cluster) -> ParallelLayout:
-    """Return the layout with the step time from its own memory traffic."""
-    step = step_seconds(layout.recipe, setting.gpus, layout.microbatch, setting.reached)
-    return dataclasses.replace(layout, step=step)
+@dataclass(frozen=True)
+class _Ranker:
+    """Ranks layouts under a memory limit.
+
+    Attributes:
+        setting: the GPUs.
+        user_recipe: recipe as written by the user, whose checks a layout must pass.
+        limit: memory limit of a rank.
+    """
+
+    setting: Cluster
+    user_recipe: TrainRecipe
+    limit: MemoryLimit
+
+    def rank(self, candidates: list[ResolvedTrainRecipe], most: int) -> Ranking:
+        """Rank the candidates that fit and return the best `most` kinds."""
+        # in the order of their bounds, until no bound is below the last of the best
+        bounds = [_bound(candidate, self.setting) for candidate in candidates]
+        best: dict[Any, ParallelLayout] = {}
+        nearest: ParallelLayout | None = None
+        searched = 0
+        for index in sorted(range(len(candidates)), key=bounds.__getitem__):
+            costs = sorted(layout.cost for layout in best.values())
+            if len(costs) >= most and bounds[index] >= costs[most - 1]:
+                break
+            searched += 1
+            for layout in self.layouts(candidates[index]):
+                kind = _kind(layout)
+                if layout.fits and (kind not in best or layout.cost < best[kind].cost):
+                    best[kind] = layout
+                if not layout.fits and (nearest is None or layout.step.total < nearest.step.total):
+                    nearest = layout
+
+        # count the memory traffic of the best exactly
+        finalists = sorted(best.values(), key=lambda layout: layout.cost)[:most]
+        exact = [self.exactly(layout) for layout in finalists]
+        ranked = sorted(exact, key=lambda layout: layout.cost)
+        return Ranking(ranked, nearest, len(candidates), searched)
+
+    def layouts(self, candidate: ResolvedTrainRecipe) -> list[ParallelLayout]:
+        """Return the best layout of each family of activation choices, or one that is too large."""
+        search = Search(
+            candidate, self.setting.gpus, CUDA, reached=self.setting.reached, roughly=True
+        )
+        families = choices(candidate, CUDA)
+        best: dict[ActivationChoice, ParallelLayout] = {}
+        for fit in search.fits(families, self.limit):
+            if fit.choice.family not in best:
+                layout = _layout(candidate, self.setting, fit)
+                if self.runs(layout):
+                    best[fit.choice.family] = layout
+        if best:
+            return [*best.values()]
+        smallest = search.fit(families[-1], search.sizes()[-1], self.limit)
+        is_too_large = smallest.bytes > self.limit.room
+        return [_layout(candidate, self.setting, smallest)] if is_too_large else []
+
+    def runs(self, layout: ParallelLayout) -> bool:
+        """Return whether the recipe's checks accept the layout, and so do CUDA graphs."""
+        recipe, rows = layout.recipe, layout.microbatch
+        step_rows = rows * recipe.parallel.written_degrees.data
+        has_graphs = recipe.compile_mode in GRAPH_MODES
+        if has_graphs and step_rows != recipe.global_train_batch_size:
+            return False
+        return not refusals(recipe, self.user_recipe)
+
+    def exactly(self, layout: ParallelLayout) -> ParallelLayout:
+        """Return the layout after a search with step times from its own memory traffic."""
+        recipe = dataclasses.replace(layout.recipe, device_train_microbatch_size="auto")
+        search = Search(recipe, self.setting.gpus, CUDA, reached=self.setting.reached)
+        fits = search.fits([layout.choice.family], self.limit)
+        found = (_layout(recipe, self.setting, fit) for fit in fits)
+        return next(filter(self.runs, found))
 
 
-def _kind(recipe: ResolvedTrainRecipe) -> tuple[Any, ...]:
-    """Return what layouts have in common that differ only in replicas and shards."""
-    parallel = recipe.parallel
+def _kind(layout: ParallelLayout) -> tuple[Any, ...]:
+    """Return what layouts of one kind have in common."""
+    parallel = layout.recipe.parallel
     return (
         parallel.context_parallel_degree,
         parallel.tensor_parallel_degree,
         parallel.expert_parallel_degree,
         parallel.data_parallel_shard_degree == 1,
         parallel.reshard_after_forward,
-        parallel.activation_checkpointing,
+        layout.choice.family,
     )
 
 
@@ -257,51 +366,47 @@ def why(first: ParallelLayout, other: ParallelLayout) -> str:
     return ", ".join(clauses) or "nothing that matters"
 
 
-def _layout(
-    recipe: ResolvedTrainRecipe, setting: Cluster, need: MemoryEstimate, *, roughly: bool = False
-) -> ParallelLayout:
-    """Return the layout of a recipe whose degrees and microbatch size are numbers."""
-    rows = recipe.device_train_microbatch_size
-    assert isinstance(rows, int)
-    step = step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=roughly)
-    return ParallelLayout(recipe, step, need, int(USABLE * setting.available))
+def _layout(recipe: ResolvedTrainRecipe, setting: Cluster, fit: Fit) -> ParallelLayout:
+    """Return the layout of a recipe with a fit; degrees and microbatch size become numbers."""
+    assert fit.step is not None
+    recipe = fit.choice.apply(recipe)
+    degrees = _keys(recipe.parallel.degrees(setting.gpus))
+    parallel = dataclasses.replace(recipe.parallel, **degrees)
+    chosen = dataclasses.replace(
+        recipe, parallel=parallel, device_train_microbatch_size=fit.microbatch
+    )
+    return ParallelLayout(
+        chosen, fit.step, fit.need, fit.room, fit.choice, is_compiled=chosen.compile is True
+    )
 
 
-def _written(recipe: ResolvedTrainRecipe, world: int, microbatch: int) -> ResolvedTrainRecipe:
-    """Return a copy with degrees and microbatch size as numbers."""
-    parallel = recipe.parallel
-    parallel = dataclasses.replace(parallel, **_keys(parallel.degrees(world)))
-    return dataclasses.replace(recipe, parallel=parallel, device_train_microbatch_size=microbatch)
-
-
-def _all(recipe: ResolvedTrainRecipe, setting: Cluster) -> Iterator[ResolvedTrainRecipe]:
-    """Yield each layout with each checkpointing, with the largest microbatch."""
+def candidate_layouts(
+    recipe: ResolvedTrainRecipe, setting: Cluster
+) -> Iterator[ResolvedTrainRecipe]:
+    """Yield the recipe with each layout, in which activations and the microbatch are `auto`."""
+    modes = [None, recipe.compile_mode or DEFAULT_MODE]
+    if recipe.compile_mode in GRAPH_MODES:  # which require replicas
+        modes.append(DEFAULT_MODE)
     for degrees in layouts(recipe, setting):
         # the recipe with these degrees
         parallel = _with(recipe.parallel, degrees)
         if any(limits(recipe.model, parallel, degrees)):
             continue
-        rows = recipe.global_train_batch_size // degrees.data
-        base = dataclasses.replace(
-            recipe, parallel=parallel, device_train_microbatch_size=min(rows, MOST_ROWS)
-        )
+        parallel.activation_checkpointing = "auto"
+        target = parallel.activation_checkpointing_target
+        if ActivationChoice.of_keys("whole", "none", target).blocks is not None:
+            parallel.activation_checkpointing_target = None  # one of those that are searched
         reshard_values = [parallel.reshard_after_forward]
         if parallel.reshard_after_forward:
             reshard_values.append(False)
-        is_uncompiled = base.compile is True and base.cuts_within_blocks
-        compression = "none" if parallel.activation_compression == "auto" else None
-
-        # each checkpointing, without the settings that have no effect on it
-        for level, reshard in itertools.product(RECOMPUTED, reshard_values):
-            if is_uncompiled and level == "selective":
-                continue
-            candidate = with_level(base, level, compression)
-            candidate.parallel.reshard_after_forward = reshard
-            if level != "whole":
-                candidate.parallel.activation_checkpointing_target = None
-            if level != "none":
-                candidate.parallel.activation_memory_budget = None
-            yield candidate
+        for mode, reshard in itertools.product(modes, reshard_values):
+            yield dataclasses.replace(
+                recipe,
+                parallel=dataclasses.replace(parallel, reshard_after_forward=reshard),
+                device_train_microbatch_size="auto",
+                compile=mode is not None,
+                compile_mode=mode,
+            )
 
 
 def _with(parallel: ResolvedParallelConfig, degrees: Degrees) -> ResolvedParallelConfig:
@@ -355,23 +460,11 @@ def _is_even(copy: int, node: int, world: int) -> bool:
 
 
 def _bound(recipe: ResolvedTrainRecipe, setting: Cluster) -> float:
-    """Return a lower bound of the step time: that of the largest microbatch."""
-    rows = recipe.device_train_microbatch_size
-    assert isinstance(rows, int)
-    return step_seconds(recipe, setting.gpus, rows, setting.reached, roughly=True).total
-
-
-def _fitting(recipe: ResolvedTrainRecipe, setting: Cluster) -> ParallelLayout:
-    """Return the layout with the largest microbatch that fits, or 1 if none does."""
-    need = estimate(recipe, setting.gpus, device=CUDA)
-    room = int(USABLE * setting.available)
-    degrees = recipe.parallel.degrees(setting.gpus)
-    rows = recipe.global_train_batch_size // degrees.data
-    candidates = [n for n in divisors(rows) if n <= MOST_ROWS and need.total(n) <= room]
-    microbatch = max(candidates, default=1)
-    return _layout(
-        dataclasses.replace(recipe, device_train_microbatch_size=microbatch), setting, need
-    )
+    """Return a lower bound of the step time: all sequences at a time, no recomputation."""
+    rows = recipe.global_train_batch_size // recipe.parallel.written_degrees.data
+    return step_seconds(
+        LEAST.apply(recipe), setting.gpus, rows, setting.reached, roughly=True
+    ).total
 
 
 def too_large(layout: ParallelLayout) -> str:

@@ -7,7 +7,7 @@ memory at one of a few points (`PeakPoint`); the estimate is the maximum over th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.quantized import quantized_shapes, value_count
 from llmfoundry.ops.loss import chunk_tokens
 from llmfoundry.plan.count import BlockCount, Bytes, ModelCount, count
+from llmfoundry.plan.microbatch_sizes import FRAMEWORK
 from llmfoundry.plan.parameter_shards import (
     BLOCK,
     REDUCED,
@@ -38,7 +39,6 @@ HEAP = 1.5
 """Ratio of heap memory to the size of activations on a CPU. Heap fragmentation causes the
 difference, and freed memory is not returned (`ops/devices.py`). Measured by
 `benchmarks/finetune.py`: 1.44 to 1.53 with 47M and 154M parameters, LoRA and QLoRA."""
-FRAMEWORK = GIB // 2  # bytes of PyTorch and other imports, before a model is built
 
 
 class PeakPoint(NamedTuple):
@@ -280,21 +280,19 @@ def _moments(
     block). The weights of a unit are freed before its gradient is cast. Under DDP nothing is
     gathered; all weights are counted as such.
     """
-    # saved activations of all blocks
-    saved = Bytes()
-    for block in counted.blocks:
-        saved = saved.plus(block.kept.times(block.blocks))
-    ends = counted.ends
+    # saved activations of all blocks, and those that are left at the backward pass of each kind
+    left = [_saved(counted.blocks, block.up_to_last) for block in counted.blocks]
+    saved, ends = left[-1], counted.ends
 
     # DDP
     if degrees.is_replicas:
         at_blocks = [
-            rows for block in counted.blocks for rows in (*block.at_backward, *block.behind_experts)
+            kept.plus(rows)
+            for block, kept in zip(counted.blocks, left, strict=True)
+            for rows in (*block.at_backward, *block.behind_experts)
         ]
-        points = [
-            PeakPoint(0, saved.plus(rows)) for rows in (*ends.at_loss, *ends.at_head, *at_blocks)
-        ]
-        return [*points, *(PeakPoint(0, rows) for rows in ends.behind)]
+        at_ends = [saved.plus(rows) for rows in (*ends.at_loss, *ends.at_head)]
+        return [PeakPoint(0, rows) for rows in (*at_ends, *at_blocks, *ends.behind)]
 
     # FSDP: the weights that were gathered last
     at_loss, at_head = gathered.apart or gathered.block, gathered.block
@@ -303,22 +301,29 @@ def _moments(
 
     # before the backward pass of the last block no gradient is being reduced
     last = counted.blocks[-1]
-    others = [*counted.blocks[:-1], *([last] if last.blocks > 1 else [])]
-    kept_by_others = saved.plus(last.kept.times(-1))
+    others = [*zip(counted.blocks[:-1], left[:-1], strict=True)]
+    if last.blocks > 1:
+        others.append((last, saved.plus(last.kept.times(-1))))
     return [
         *(PeakPoint(gathered.ends + at_loss, saved.plus(rows)) for rows in ends.at_loss),
         *(PeakPoint(gathered.ends + at_head, saved.plus(rows)) for rows in ends.at_head),
         *_at_block(recipe, gathered, last, saved, on_its_way=0),
         *(
             moment
-            for block in others
-            for moment in _at_block(
-                recipe, gathered, block, kept_by_others, on_its_way=gathered.reduced
-            )
+            for block, kept in others
+            for moment in _at_block(recipe, gathered, block, kept, on_its_way=gathered.reduced)
         ),
         *(PeakPoint(gathered.ends + gathered.reduced, rows) for rows in ends.behind),
         PeakPoint(gathered.reduced_ends, Bytes()),
     ]
+
+
+def _saved(blocks: Sequence[BlockCount], numbers: Sequence[int]) -> Bytes:
+    """Return the saved activations of so many blocks of each kind."""
+    saved = Bytes()
+    for block, number in zip(blocks, numbers, strict=True):
+        saved = saved.plus(block.kept.times(number))
+    return saved
 
 
 def _at_block(

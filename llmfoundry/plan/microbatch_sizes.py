@@ -1,7 +1,8 @@
 """Candidates for the microbatch size of a rank, and the memory available for them.
 
-`fit.py` and `builders/microbatch.py` choose a candidate for training by the cost of a step, and
-`builders/evaluation.py` for an evaluation by the cost of a forward pass.
+`search.py` and `builders/microbatch.py` choose a candidate for training by the cost of a step, and
+`builders/evaluation.py` for an evaluation by the cost of a forward pass. A run and a plan use the
+same margin (`rooms`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.ops.devices import available_host_memory
 from llmfoundry.recipe.checks import divisors
+from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
+USABLE = 0.95
+"""Fraction of the memory that an estimate or a measured peak may fill when a run or a plan chooses;
+the rest is for fragmentation and the buffers of NCCL."""
+FRAMEWORK = 2**29
+"""Bytes of PyTorch and its imports before a model is built; on a GPU those of the CUDA context."""
 CPU_TOKENS = 1024
 """Maximum tokens per matmul of a microbatch on a CPU. More tokens are not faster and take more
 memory. With experts a microbatch has more tokens, because each expert processes only a part."""
@@ -51,6 +58,24 @@ def available_memory(device: torch.device) -> int:
     return available_host_memory()
 
 
+def memory_of_gpu(hardware: Hardware) -> int:
+    """Return the bytes that `available_memory` would report on a GPU that is not here."""
+    return max(0, hardware.memory - FRAMEWORK)
+
+
+def rooms(available: int, device: torch.device) -> tuple[int, ...]:
+    """Return the bytes that an estimate may take, FRAMEWORK included, the preferred ones first.
+
+    Of the free memory of a GPU, the CUDA context is already taken. A configuration that only fits
+    without the margin is used if there is no other: a GPU then refuses an allocation, and the run
+    continues with half the microbatch. On a CPU, the process would be killed.
+    """
+    if device.type == "cpu":
+        return (int(USABLE * available),)
+    whole = available + FRAMEWORK
+    return int(USABLE * whole), whole
+
+
 def memory_of_process(world: World) -> int:
     """Return the bytes that every rank may use: the minimum over ranks. Must run on all ranks.
 
@@ -60,6 +85,3 @@ def memory_of_process(world: World) -> int:
     if world.device.type == "cuda":
         sharing = 1 if world.machine is None else world.machine.sharing
     return all_reduce_min(world, free // sharing)
-
-
-USABLE = 0.9  # fraction of free memory; the rest is for fragmentation and libraries

@@ -36,7 +36,11 @@ class Gpu:
     fp8_tflops: Annotated[float, _RATE] = 0.0
     """TFLOP/s of dense matrix multiplications in 8 bits; 0: not supported."""
     memory_gb: Annotated[float, _RATE] = 0.0
-    """Memory in GB (10^9 bytes); the smallest of several sizes."""
+    """Memory in GB, as it is sold; the smallest of several sizes."""
+    memory_gib: Annotated[float, _RATE] = 0.0
+    """Memory in GiB (2^30 bytes) as PyTorch reports it, for example in its out-of-memory errors:
+    what the driver and error correction leave. 0: the least of known GPUs of this size, otherwise
+    10^9 bytes for each of memory_gb."""
     memory_gb_s: Annotated[float, _RATE] = 0.0
     """Memory bandwidth in GB/s."""
     link_gb_s: Annotated[float, _RATE] = 0.0
@@ -66,42 +70,43 @@ class Gpu:
 
 # fmt: off
 GPUS = {  # by words of torch.cuda.get_device_name(); most words win. Columns: as the fields above
-    "GB200":          Gpu( 2500, 5000, 186, 8000, 900,   50, 148, 0.729, 0.75, 0.20, 72, True),
-    "B200":           Gpu( 2250, 4500, 180, 7700, 900,   50, 148, 0.776, 0.75, 0.20, 8, True),
-    "GH200":          Gpu(989.5, 1979,  96, 4000, 450,   50, 132, 0.838, 0.75, 0.34, 8, True),
-    "H200":           Gpu(989.5, 1979, 141, 4800, 450,   50, 132, 0.803, 0.75, 0.34, 8, True),
-    "H200 NVL":       Gpu(835.5, 1671, 141, 4800,  64,   50, 132,  0.75, 0.75, 0.34),
-    "H100":           Gpu(989.5, 1979,  80, 3350, 450,   50, 132, 0.803, 0.75, 0.34, 8, True),
-    "H100 NVL":       Gpu(835.5, 1671,  94, 3900,  64,   50, 132,  0.75, 0.75, 0.34),
-    "H100 PCIe":      Gpu(  756, 1513,  80, 2000,  64,   50, 114,  0.75, 0.75, 0.34),
-    "A100":           Gpu(  312,    0,  40, 1555, 300,   25, 108, 0.869, 0.90, 0.61, 8, True),
-    "A100 40GB":      Gpu(  312,    0,  40, 1555, 300,   25, 108, 0.869, 0.90, 0.61, 8, True),
-    "A100 40GB PCIE": Gpu(  312,    0,  40, 1555,  32,   25, 108, 0.811, 0.90, 0.61),
-    "A100 80GB":      Gpu(  312,    0,  80, 2039, 300,   25, 108, 0.869, 0.90, 0.61, 8, True),
-    "A100 80GB PCIe": Gpu(  312,    0,  80, 1935,  32,   25, 108, 0.811, 0.90, 0.61),
-    "L40S":           Gpu(  362,  733,  48,  864,  32, 12.5, 142,  0.75, 0.75, 0.40),
-    "L40":            Gpu(  181,  362,  48,  864,  32, 12.5, 142,  0.75, 0.75, 0.40),
-    "L4":             Gpu(  121,  242,  24,  300,  32, 12.5,  58,  0.75, 0.75, 0.40),
-    "A10":            Gpu(  125,    0,  24,  600,  32, 12.5,  72,  0.75, 0.90, 0.40),
-    "A10G":           Gpu(   70,    0,  24,  600,  32, 12.5,  80,  0.75, 0.90, 0.40),
-    "V100":           Gpu(  125,    0,  16,  900, 150, 12.5,  80,  0.75, 0.75, 0.40),
-    "V100 PCIE":      Gpu(  112,    0,  16,  900,  16, 12.5,  80,  0.75, 0.75, 0.40),
-    "T4":             Gpu(   65,    0,  16,  320,  16, 12.5,  40,  0.75, 0.75, 0.40),
-    "RTX 5090":       Gpu(209.5,  419,  32, 1792,  64,  3.1, 170,  0.75, 0.75, 0.40),
-    "RTX 4090":       Gpu(  165,  330,  24, 1008,  32,  3.1, 128,  0.75, 0.75, 0.40),
-    "RTX 3090":       Gpu(   71,    0,  24,  936,  32,  3.1,  82,  0.75, 0.90, 0.40),
-    "MI325X":         Gpu( 1307, 2614, 256, 6000, 448,   50, 304, 0.604, 0.75, 0.25),
-    "MI300X":         Gpu( 1307, 2614, 192, 5300, 448,   50, 304, 0.514, 0.75, 0.25),
-    "MI250X":         Gpu(191.5,    0,  64, 1638,  50, 12.5, 110,  0.75, 0.75, 0.40),
+    "GB200":          Gpu( 2500, 5000, 186, 184.3, 8000, 900,  50, 148, .729, 0.75, 0.20, 72, True),
+    "B200":           Gpu( 2250, 4500, 180, 178.3, 7700, 900,   50, 148, .776, 0.75, 0.20, 8, True),
+    "GH200":          Gpu(989.5, 1979,  96,  94.5, 4000, 450,   50, 132, .838, 0.75, 0.34, 8, True),
+    "H200":           Gpu(989.5, 1979, 141, 139.8, 4800, 450,   50, 132, .803, 0.75, 0.34, 8, True),
+    "H200 NVL":       Gpu(835.5, 1671, 141, 139.8, 4800,  64,   50, 132,  .75, 0.75, 0.34),
+    "H100":           Gpu(989.5, 1979,  80,  79.2, 3350, 450,   50, 132, .803, 0.75, 0.34, 8, True),
+    "H100 NVL":       Gpu(835.5, 1671,  94,  93.1, 3900,  64,   50, 132,  .75, 0.75, 0.34),
+    "H100 PCIe":      Gpu(  756, 1513,  80,  79.2, 2000,  64,   50, 114,  .75, 0.75, 0.34),
+    "A100":           Gpu(  312,    0,  40,  39.4, 1555, 300,   25, 108, .869, 0.90, 0.61, 8, True),
+    "A100 40GB":      Gpu(  312,    0,  40,  39.4, 1555, 300,   25, 108, .869, 0.90, 0.61, 8, True),
+    "A100 40GB PCIE": Gpu(  312,    0,  40,  39.4, 1555,  32,   25, 108, .811, 0.90, 0.61),
+    "A100 80GB":      Gpu(  312,    0,  80,  79.2, 2039, 300,   25, 108, .869, 0.90, 0.61, 8, True),
+    "A100 80GB PCIe": Gpu(  312,    0,  80,  79.2, 1935,  32,   25, 108, .811, 0.90, 0.61),
+    "L40S":           Gpu(  362,  733,  48,  44.4,  864,  32, 12.5, 142,  .75, 0.75, 0.40),
+    "L40":            Gpu(  181,  362,  48,  44.4,  864,  32, 12.5, 142,  .75, 0.75, 0.40),
+    "L4":             Gpu(  121,  242,  24,  22.0,  300,  32, 12.5,  58,  .75, 0.75, 0.40),
+    "A10":            Gpu(  125,    0,  24,  22.0,  600,  32, 12.5,  72,  .75, 0.90, 0.40),
+    "A10G":           Gpu(   70,    0,  24,  22.0,  600,  32, 12.5,  80,  .75, 0.90, 0.40),
+    "V100":           Gpu(  125,    0,  16,  15.8,  900, 150, 12.5,  80,  .75, 0.75, 0.40),
+    "V100 PCIE":      Gpu(  112,    0,  16,  15.8,  900,  16, 12.5,  80,  .75, 0.75, 0.40),
+    "T4":             Gpu(   65,    0,  16,  14.6,  320,  16, 12.5,  40,  .75, 0.75, 0.40),
+    "RTX 5090":       Gpu(209.5,  419,  32,  31.4, 1792,  64,  3.1, 170,  .75, 0.75, 0.40),
+    "RTX 4090":       Gpu(  165,  330,  24,  23.5, 1008,  32,  3.1, 128,  .75, 0.75, 0.40),
+    "RTX 3090":       Gpu(   71,    0,  24,  23.6,  936,  32,  3.1,  82,  .75, 0.90, 0.40),
+    "MI325X":         Gpu( 1307, 2614, 256, 255.6, 6000, 448,   50, 304, .604, 0.75, 0.25),
+    "MI300X":         Gpu( 1307, 2614, 192, 191.7, 5300, 448,   50, 304, .514, 0.75, 0.25),
+    "MI250X":         Gpu(191.5,    0,  64,  63.9, 1638,  50, 12.5, 110,  .75, 0.75, 0.40),
 }
 # fmt: on
 """Of makers' data sheets. Products: NVIDIA's A100 (2021), H100 (2023), H200, GB200 NVL72 (2024),
 L40S and Ada and Blackwell GeForce white papers; AMD's Instinct MI300X. B200's memory is of HGX
-(7.7 TB/s, 180 GB). Links in one direction: NVLink 3, 4 and 5 of 300, 450 and 900 GB/s; PCIe 4 and
-5 of 32 and 64 GB/s; seven Infinity Fabric links of 64 GB/s. Networks as makers' reference systems
-have them: a card of 200 Gb/s for each A100, of 400 Gb/s for each H100 and later (DGX, HGX); cards
-of 100 Gb/s for others, of 200 Gb/s a node of GeForce. V100 and T4 know fp16 only; MI250X is one of
-its two dies, which is what PyTorch calls a device."""
+(7.7 TB/s, 180 GB). GiB: total capacity in logs of PyTorch on current drivers (older drivers left up
+to 0.1 GiB less); MI325X and MI250X by MI300X's share. Links in one direction: NVLink 3, 4 and 5 of
+300, 450 and 900 GB/s; PCIe 4 and 5 of 32 and 64 GB/s; seven Infinity Fabric links of 64 GB/s.
+Networks as makers' reference systems have them: a card of 200 Gb/s for each A100, of 400 Gb/s for
+each H100 and later (DGX, HGX); cards of 100 Gb/s for others, of 200 Gb/s a node of GeForce. V100
+and T4 know fp16 only; MI250X is one of its two dies, which is what PyTorch calls a device."""
 CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not the peak
 
 
@@ -153,8 +158,11 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Memory of a GPU in bytes."""
-        return int(self.gpu.memory_gb * 10**9)
+        """Memory of a GPU in bytes, as PyTorch reports it."""
+        if self.gpu.memory_gib:
+            return int(self.gpu.memory_gib * 2**30)
+        same_size = [g.memory_gib for g in GPUS.values() if g.memory_gb == self.gpu.memory_gb]
+        return int(min(same_size) * 2**30) if same_size else int(self.gpu.memory_gb * 10**9)
 
     @property
     def is_timed(self) -> bool:
@@ -203,6 +211,8 @@ def _read(path: str, key: str, count: int | None) -> Hardware:
     problems = [*_wrong_base(like), *_wrong_count(gpus)]
     build_problems: list[Problem] = []
     base = {} if problems or like is None else dataclasses.asdict(GPUS[str(named_gpu(like))])
+    if "memory_gb" in values:
+        base.pop("memory_gib", None)
     gpu = build(Gpu, {**base, **values}, build_problems)
     problems += [problem.line for problem in build_problems]
     if not build_problems:

@@ -323,8 +323,9 @@ class ParallelConfig:
     """Activations that the backward pass recomputes. none: no recomputation. selective: everything
     except the results of matrix multiplications, attention and experts, for half the memory. whole
     (or true): full activation checkpointing, from the input of each block, for a third more compute
-    and a fraction of the memory. auto: the level with the shortest planned step, with the largest
-    microbatch that fits; if the speed of the GPU is unknown, the lowest level that fits."""
+    and a fraction of the memory. auto: of the levels, whole in only the first blocks, and the
+    microbatch sizes that fit, the combination with the shortest planned step; if the speed of the
+    GPU is unknown, the lowest level that fits. `scripts/plan.py` searches in the same way."""
     activation_checkpointing_target: Annotated[
         str | list[str] | dict[str, Any] | None, Only("activation_checkpointing", ("whole", True))
     ] = None

@@ -597,14 +597,16 @@ class Trainer:
         self._finish_log()
         self._check_guard()
         # the state beside weights and optimizer state
+        parallel = self.recipe.parallel
         state = {
             "batch": self.batch,
             "window": [*self._losses.state()],
             "order": self.loader.state(self.batch),
             "identity": self.identity,
             "spikes": self.spikes.state(),
-            "activation_checkpointing": self.recipe.parallel.activation_checkpointing,
-            "activation_compression": self.recipe.parallel.activation_compression,
+            "activation_checkpointing": parallel.activation_checkpointing,
+            "activation_checkpointing_target": parallel.activation_checkpointing_target,
+            "activation_compression": parallel.activation_compression,
             "compile": self.recipe.compile,
             "settings": self._training_settings,
             "callbacks": {k: v for callback in self.callbacks for k, v in callback.state().items()},

@@ -16,7 +16,7 @@ from llmfoundry.builders import microbatch
 from llmfoundry.builders.microbatch import SHORT, ProbeRequest, ProbeResults, probe_fit
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
-from llmfoundry.plan.fit import Fit
+from llmfoundry.plan.search import ActivationChoice, Fit
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import write_recipe
@@ -43,7 +43,7 @@ def choose(place: Path, start: int, *, available: int = GIB, most: int | None = 
     """Rows that the probe chooses, and what it reports."""
     lines: list[str] = []
     tiny = recipe(place)
-    fit: Any = Fit(start, "none", need=None)  # type: ignore[arg-type]
+    fit: Any = Fit(start, ActivationChoice("none"), need=None)  # type: ignore[arg-type]
     found = probe_fit(tiny, fit, ALONE, available=available, note=lines.append, most=most)
     return found.microbatch, lines
 

@@ -71,7 +71,7 @@ def work(rank: int, folder: Path) -> None:
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE)
     world, recipe = World(rank, SIZE, rank, CPU), make_recipe()
-    free = int(estimate(recipe, SIZE).total(MEMORY[rank]) / 0.9) + 8
+    free = int(estimate(recipe, SIZE).total(MEMORY[rank]) / microbatch_sizes.USABLE) + 8
     microbatch_sizes.available_memory = lambda device: SIZE * free  # type: ignore[assignment]
     devices.HAS_BF16 = rank != 2
     other = make_recipe()

@@ -33,7 +33,21 @@ def test_known_gpus(text: str, gpus: int, key: str) -> None:
 
 def test_memory_alone_is_no_speed() -> None:
     found = Hardware.parse("128x80gb", "hardware")
-    assert (found.gpus, found.memory, found.is_timed) == (128, 80 * 10**9, False)
+    assert (found.gpus, found.is_timed) == (128, False)
+    assert found.memory == Hardware.parse("1xh100", "hardware").memory
+    assert Hardware.parse("1x24gb", "hardware").memory == int(22.0 * 2**30)  # of L4, the least
+    assert Hardware.parse("1x77gb", "hardware").memory == 77 * 10**9  # no GPU has this size
+
+
+def test_memory_is_what_pytorch_reports() -> None:
+    """Within 0.3 % of total capacities in logs of PyTorch (out-of-memory errors, torchtitan)."""
+    reported = {"h100": 79.18, "h200": 139.81, "a100-80": 79.15, "a100-40": 39.39, "b200": 178.35,
+                "l40s": 44.39, "a10g": 22.06, "t4": 14.56, "mi300x": 191.69}  # fmt: skip
+    for name, gib in reported.items():
+        found = Hardware.parse(f"1x{name}", "hardware").memory / 2**30
+        assert found == pytest.approx(gib, rel=0.003)
+    for gpu in GPUS.values():  # GB200 has 184 GiB of its 186 GB of HBM, Ada's error correction 92 %
+        assert 0.9 * gpu.memory_gb < gpu.memory_gib < gpu.memory_gb
 
 
 def test_devices_are_known_by_pytorchs_names() -> None:
@@ -49,6 +63,7 @@ def test_a_file_describes_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Path("my.yaml").write_text("like: h100\nmemory_gb: 96\nmemory_gb_s: 2400\ngpus: 16\n")
     found = Hardware.parse("my.yaml", "hardware")
     assert (found.gpus, found.gpu.memory_gb, found.name) == (16, 96, "my")
+    assert found.memory == GPUS["GH200"].memory_gib * 2**30  # the known GPU of 96 GB
     assert found.gpu.tflops == GPUS["H100"].tflops
     assert Hardware.parse("64xmy.yaml", "hardware").gpus == 64
 

@@ -16,8 +16,11 @@ import torch
 
 from llmfoundry.builders.trainer import sketch
 from llmfoundry.plan import fit
-from llmfoundry.plan.fit import Fit, choose_fit, with_guessed_vocabulary
+from llmfoundry.plan.fit import choose_fit, with_guessed_vocabulary
+from llmfoundry.plan.microbatch_sizes import memory_of_gpu
+from llmfoundry.plan.search import Fit
 from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import load
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.paths import ROOT, YAMLS
@@ -27,8 +30,6 @@ from tests.day import part_of_the_day
 RECIPES = sorted([*YAMLS.glob("*.yaml"), *YAMLS.glob("finetune/*.yaml")])
 HARDWARE = re.compile(r"\b(From )?(One|\d+) GPUs? of (\d+) GB")
 LAPTOP = 8 * 2**30
-TAKEN = 3 * 10**9
-"""Bytes of a GPU that a run finds taken: the driver's context and NCCL's buffers."""
 SHAPES = {  # of models on the hub: a recipe of ours that has theirs
     "runs/quickstart": "quickstart",
     "runs/quickstart-sft": "quickstart",
@@ -49,7 +50,7 @@ class Launch(NamedTuple):
     path: Path
     words: tuple[str, ...]
     processes: int
-    memory: int | None  # bytes of a GPU; None: a CPU
+    memory: int | None  # free bytes of a GPU; None: a CPU
 
     def __str__(self) -> str:
         return f"{self.path.stem}-{self.processes}"
@@ -59,7 +60,9 @@ def launches(path: Path) -> list[Launch]:
     """The launch lines in the head of a recipe."""
     head = path.read_text().split("defaults:")[0].replace("\n# ", " ")
     named = HARDWARE.search(head)
-    memory = None if named is None else int(named[3]) * 10**9
+    memory = None
+    if named is not None:
+        memory = memory_of_gpu(Hardware.parse(f"1x{named[3]}gb", "hardware"))
     count = 1 if named is None or named[2] == "One" else int(named[2])
     found = []
     for line in path.read_text().split("defaults:")[0].splitlines():
@@ -81,7 +84,7 @@ def launches(path: Path) -> list[Launch]:
 
 def fitted(launch: Launch) -> Fit:
     """What the run would choose; raises UserError where it does not fit or divide."""
-    memory = LAPTOP if launch.memory is None else launch.memory - TAKEN
+    memory = LAPTOP if launch.memory is None else launch.memory
     device = torch.device("cpu" if launch.memory is None else "cuda")
     if launch.path.parent.name != "finetune":
         recipe = with_guessed_vocabulary(load(TrainRecipe, launch.path, launch.words).resolve())

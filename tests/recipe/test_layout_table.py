@@ -46,10 +46,10 @@ def test_a_row_of_the_table_is_what_the_estimate_says(line: str) -> None:
     spread_by = recipe.parallel.degrees(processes)  # refuses what is not so many
     assert not [*limits(recipe.model, recipe.parallel, spread_by)]
     fit = choose_fit(recipe, world_size=processes, available=MEMORY, device=GPU)
-    recipe.parallel.activation_checkpointing = fit.checkpointing
+    recipe = fit.choice.apply(recipe)
     times = recipe.global_train_batch_size // spread_by.data // fit.microbatch
     assert fit.need.total(fit.microbatch) / GIB == pytest.approx(float(gib), abs=0.051)
-    assert (fit.checkpointing, f"{fit.microbatch} x {times}") == (again, pace)
+    assert (fit.choice.name, f"{fit.microbatch} x {times}") == (again, pace)
     sent: Counter[str] = Counter()
     messages = communication(recipe, processes, fit.microbatch)
     for message in messages:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.plan.fit import checkpointing_line, choose_fit, with_guessed_vocabulary, with_level
+from llmfoundry.plan.fit import checkpointing_line, choose_fit, with_guessed_vocabulary
 from llmfoundry.plan.memory import estimate
-from llmfoundry.plan.microbatch_sizes import USABLE
+from llmfoundry.plan.microbatch_sizes import FRAMEWORK, USABLE
+from llmfoundry.plan.search import ActivationChoice, cost
 from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.checks import divisors
 from llmfoundry.recipe.hardware import GPUS
@@ -34,37 +35,48 @@ def make_recipe(name: str) -> TrainRecipe:
 
 @pytest.mark.parametrize("room", [40, 79])
 def test_auto_is_what_makes_the_shortest_step_of_all_that_fits(room: int) -> None:
-    """Found again by trying each level with every microbatch."""
+    """Found again by trying each level and each number of blocks with every microbatch."""
     recipe, found = make_recipe("mpt-7b"), {}
     rows = recipe.global_train_batch_size // 8
-    for level in RECOMPUTED:
-        one = with_level(recipe, level)
+    limit = int(USABLE * (room * GIB + FRAMEWORK))
+    blocks = [ActivationChoice("whole", blocks=n) for n in range(1, recipe.model.n_layers)]
+    for choice in [*map(ActivationChoice, RECOMPUTED), *blocks]:
+        one = choice.apply(recipe)
         need = estimate(one, 8, device=CUDA)
         for n in divisors(rows):
-            if need.total(n) <= USABLE * room * GIB:
-                found[level, n] = step_seconds(one, 8, n, speeds(H100, one)).total
+            if need.total(n) <= limit:
+                step = step_seconds(one, 8, n, speeds(H100, one))
+                found[choice, n] = cost(step, need.total(n), limit), step.total
     best = min(found, key=lambda way: found[way])
-    given: dict[str, Any] = {"world_size": 8, "available": room * GIB, "device": CUDA, "gpu": H100}
+    given: dict[str, Any] = {"world_size": 8, "available": room * GIB, "device": CUDA}
+    given["reached"] = speeds(H100, recipe)
     fit = choose_fit(recipe, **given)
-    assert fit.seconds == found[best] and (fit.checkpointing, fit.microbatch) == best
-    assert fit.second is not None and fit.second.checkpointing != fit.checkpointing
-    assert fit.second.seconds == min(s for (level, _), s in found.items() if level != best[0])
-    kept = choose_fit(recipe, **given, begun_with="whole")
-    assert kept.checkpointing == "whole" and choose_fit(recipe, **given) == fit
+    assert (fit.choice, fit.microbatch) == best and fit.seconds == found[best][1]
+    none = ActivationChoice("none")
+    others = [
+        (choice, n)
+        for choice, n in found
+        if choice.family != fit.choice.family and not (choice.blocks and (none, n) in found)
+    ]
+    second = min(others, key=lambda way: found[way])
+    assert fit.second is not None and (fit.second.choice, fit.second.microbatch) == second
+    for begun in (ActivationChoice("whole"), ActivationChoice("whole", blocks=30)):
+        assert choose_fit(recipe, **given, begun_with=begun).choice == begun
+    assert choose_fit(recipe, **given) == fit
 
 
 def test_the_line_says_what_was_chosen_and_what_the_next_would_cost() -> None:
     recipe = make_recipe("mpt-7b")
     recipe.parallel.activation_compression = "auto"
-    given: dict[str, Any] = {"world_size": 8, "device": CUDA, "gpu": H100}
+    given: dict[str, Any] = {"world_size": 8, "device": CUDA, "reached": speeds(H100, recipe)}
     tight = choose_fit(recipe, available=26 * GIB, **given)
     line, second = checkpointing_line(recipe, tight), tight.second
-    assert f"auto is {tight.kept}, " in line and " s a step by the plan, where " in line
-    assert second is not None and f"where {second.kept} (a microbatch of" in line
-    assert "and int8" in tight.kept + second.kept
-    again = choose_fit(recipe, available=79 * GIB, **given, begun_with=second.kept)
-    assert again.kept == second.kept
-    assert "as the run began" in checkpointing_line(recipe, again, second.kept)
+    assert f"auto is {tight.choice.name}, " in line and " s a step by the plan, where " in line
+    assert second is not None and f"where {second.choice.name} (a microbatch of" in line
+    assert "and int8" in tight.choice.name + second.choice.name
+    again = choose_fit(recipe, available=79 * GIB, **given, begun_with=second.choice)
+    assert again.choice == second.choice
+    assert "as the run began" in checkpointing_line(recipe, again, second.choice)
 
 
 OPTIONS = (

@@ -31,7 +31,6 @@ from llmfoundry.models.counts import (
 from llmfoundry.plan.communication import communication
 from llmfoundry.plan.fit import parts_text, with_guessed_vocabulary
 from llmfoundry.plan.layouts import (
-    TAKEN,
     Cluster,
     ParallelLayout,
     Ranking,
@@ -41,6 +40,7 @@ from llmfoundry.plan.layouts import (
     why,
 )
 from llmfoundry.plan.memory import GIB
+from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_gpu
 from llmfoundry.plan.seconds import Speeds, in_seconds, speed_line, speeds, step_line
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.checks import Clock, Duration
@@ -111,7 +111,7 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
     if recipe.fp8_recipe is not None and not hardware.gpu.fp8_tflops:
         raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
     reached, source = measured_speeds(hardware, recipe, user_recipe.gpu_check)
-    setting = Cluster(hardware.gpus, reached, hardware.memory - TAKEN)
+    setting = Cluster(hardware.gpus, reached, memory_of_gpu(hardware))
 
     # the recipe's own layout, and the fastest ones
     recipe_layout, refusals = _recipe_layout(recipe, setting)
@@ -153,7 +153,7 @@ def _recipe_layout(
 
 def _print_inference(recipe: ResolvedTrainRecipe, hardware: Hardware) -> None:
     """Print what fits of an evaluation or a server on this hardware."""
-    room = max(0, hardware.memory - TAKEN)
+    room = int(USABLE * memory_of_gpu(hardware))
     lines = memory_lines(recipe, hardware.gpus, room, torch.device("cuda"))
     rows = [("model", _model(recipe)), ("hardware", str(hardware)), *lines]
     Console().banner([(label, public(text)) for label, text in rows])

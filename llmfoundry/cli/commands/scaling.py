@@ -23,7 +23,8 @@ from llmfoundry.files import atomic_write, one_at_a_time, read_json_if_there, wr
 from llmfoundry.loggers.console import Console, duration, short_count
 from llmfoundry.loggers.pages.scaling_page import told, write_scaling_page
 from llmfoundry.plan.fit import with_guessed_vocabulary
-from llmfoundry.plan.layouts import TAKEN, Cluster, own_layout, rank
+from llmfoundry.plan.layouts import Cluster, own_layout, rank
+from llmfoundry.plan.microbatch_sizes import memory_of_gpu
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.load import checked
@@ -161,7 +162,7 @@ def _planned(recipe: ScalingRecipe, one: GridPoint) -> float | None:
     hardware = Hardware.parse(user_recipe.hardware, "hardware")
     resolved = with_guessed_vocabulary(user_recipe.resolve())
     reached, _ = measured_speeds(hardware, resolved, None)
-    setting = Cluster(hardware.gpus, reached, hardware.memory - TAKEN)
+    setting = Cluster(hardware.gpus, reached, memory_of_gpu(hardware))
     try:
         layout = own_layout(resolved, setting)
     except UserError:
