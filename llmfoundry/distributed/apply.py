@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.distributed.context import apply_context_parallel
-from llmfoundry.distributed.experts import apply_expert_parallel, share_router_statistics
+from llmfoundry.distributed.experts import (
+    apply_expert_parallel,
+    cast_experts_once,
+    share_router_statistics,
+)
 from llmfoundry.distributed.fsdp import materialize
 from llmfoundry.distributed.mesh import Meshes
 from llmfoundry.distributed.process_group import World
@@ -48,6 +52,7 @@ def parallelize(
     share_router_statistics(root, world, meshes)
     # 4. Replace each block's forward pass: activation checkpointing, and compilation inside of it.
     memory = config.activation_memory(len(root.model.blocks))
+    cast_experts_once(root, meshes, memory, precision=precision)
     wrap_blocks(root, memory, compile_mode=compile_mode)
     # 5. FSDP is outermost, because its hooks communicate: they must be outside of compiled and
     # recomputed code. Then allocate this rank's shards.

@@ -24,6 +24,7 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.models.router import StatisticsGroups
+from llmfoundry.recipe.parallel import ActivationMemory
 
 
 def apply_expert_parallel(root: Root, meshes: Meshes | None, capacity: float | None) -> None:
@@ -36,6 +37,20 @@ def apply_expert_parallel(root: Root, meshes: Meshes | None, capacity: float | N
     for layer in mixtures(root):
         layer.group, layer.capacity = meshes.expert.get_group(), capacity
         _shard(layer.experts, meshes)
+
+
+def cast_experts_once(
+    root: Root, meshes: Meshes | None, memory: ActivationMemory, *, precision: str
+) -> None:
+    """Let all microbatches of a step use one bf16 copy of the experts.
+
+    This applies where FSDP does not cast them, and where blocks keep the copy until their backward
+    pass in any case: it then takes no more memory at the peak of a step.
+    """
+    is_whole = meshes is None or meshes.degrees.is_replicas
+    if is_whole and precision == "amp_bf16" and memory.checkpointing == "none":
+        for layer in mixtures(root):
+            layer.experts.is_cast_once = True
 
 
 def share_router_statistics(root: Root, world: World, meshes: Meshes | None) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from llmfoundry.models.router import (
     TokenIndices,
 )
 from llmfoundry.ops.activations import to_text
-from llmfoundry.ops.devices import to_autocast_dtype
+from llmfoundry.ops.devices import kind_of, to_autocast_dtype
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
 from llmfoundry.ops.moe.mixture import mixture
@@ -54,11 +55,15 @@ class ExpertWeights(nn.Module):
         lora: adapters by weight name.
         packing: byte layout of one expert's quantized matrix (`models/quantized.py`). Each weight
             is then uint8 (E * packing.nbytes,). None: not quantized.
+        is_cast_once: whether `cast_experts` casts the matrices; set by `distributed/experts.py`.
+        copies: inside `cast_experts`, the matrices in bf16 by name.
     """
 
     MATRICES = ("w1", "v1", "w2")
     w1: nn.Parameter
     packing: Nf4Layout | None = None
+    is_cast_once = False
+    copies: dict[str, Tensor] | None = None
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
@@ -82,7 +87,12 @@ class ExpertWeights(nn.Module):
         """Return the local weights in the form of `mixture`, with a dimension of experts."""
 
         def view(name: str, *shape: int) -> Tensor | None:
-            return _local(getattr(self, name)).view(-1, *shape) if hasattr(self, name) else None
+            if not hasattr(self, name):
+                return None
+            weight = _local(getattr(self, name))
+            if self.copies is not None and name in self.copies:
+                weight = _Cast.apply(weight, self.copies[name])
+            return weight.view(-1, *shape)
 
         shape = (self.f, self.d) if self.packing is None else (self.packing.nbytes,)
         w1, v1, w2 = (view(name, *shape) for name in self.MATRICES)
@@ -131,6 +141,38 @@ def _local(parameter: Tensor) -> Tensor:
         return parameter
     placements = [Partial() if p.is_replicate() else p for p in parameter.placements]
     return parameter.to_local(grad_placements=placements)
+
+
+class _Cast(torch.autograd.Function):
+    """A cast of a weight that was computed before; the gradient is cast back."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+@contextmanager
+def cast_experts(model: nn.Module) -> Iterator[None]:
+    """Context in which forward passes under bf16 autocast share one bf16 copy of the experts.
+
+    For the microbatches of a step, during which weights do not change. On a CPU each expert is cast
+    when it is used.
+    """
+    modules = [m for m in model.modules() if isinstance(m, ExpertWeights) and m.is_cast_once]
+    for module in modules:
+        if module.packing is None and kind_of(module.w1.device) != "cpu":
+            weights = {n: w for n, w in module.named_parameters() if n in module.MATRICES}
+            module.copies = {name: w.detach().bfloat16() for name, w in weights.items()}
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.copies = None
 
 
 class MoE(nn.Module):

@@ -8,7 +8,7 @@ synchronizes with the device: the loss, the gradient norm and the verdict of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llmfoundry.distributed.failures import failed_collective
 from llmfoundry.errors import UserError, is_out_of_memory, requested_memory
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.moe import exact_exchanges
+from llmfoundry.models.moe import cast_experts, exact_exchanges
 from llmfoundry.models.router import Routing, move_biases
 from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.ops.shard_layout import ShardLayout, l2_norms, local_shard, total_norm
@@ -226,7 +226,9 @@ def _accumulate(
     if isinstance(module, Replicas):
         module.begin_passes()
     try:
-        _run_microbatches(module, microbatches, settings, divisors, sums)
+        shared = cast_experts(module) if len(microbatches) > 1 else nullcontext()
+        with shared:
+            _run_microbatches(module, microbatches, settings, divisors, sums)
     except (MemoryError, RuntimeError) as error:
         if not (hooks.can_redo and is_out_of_memory(error)) or failed_collective(error):
             raise

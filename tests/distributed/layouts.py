@@ -108,6 +108,7 @@ class Entry:
         """
         odd = self.compiled or self.adapter or self.precision != "fp32" or self.processes > 4
         odd = odd or self.compression != "none"
+        odd = odd or (self.capacity is not None and self.capacity < self.expert)  # repeats passes
         alone = self.packed and self.checkpointing != "whole"
         return self.shard > 1 and self.accumulated and alone and not odd
 
