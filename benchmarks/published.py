@@ -1,13 +1,13 @@
-"""The plan beside training runs that others published: predicted over published time.
+"""The plan compared with training runs that others published: predicted over published time.
 
-    python -m benchmarks.published [--only a100 llama] [--layouts]
+    python -m benchmarks.published [--only a100 llama] [--runs FILE.csv] [--layouts]
 
 Rows are data: `published/llm_foundry.csv`, the MPT table of LLM Foundry's benchmarking page (A100
-and H100, 125M to 70B parameters, 8 to 512 GPUs), and `published/others.yaml`. No constant is fitted
-to a row that is scored: `Gpu.sustained` was fitted, once for Ampere and once for Hopper, to the
-rows of FITTED, FLASH_1 of H100 to those of 65,536 tokens, and the score leaves them out. What is
-known of the software is modeled: whether it was compiled, in what dtype gradients travelled, and
-which FlashAttention it had.
+and H100, 125M to 70B parameters, 8 to 512 GPUs), `published/others.yaml` and `published/runs.csv`.
+`--runs` predicts the rows of another file with the columns of `runs.csv` instead. The score leaves
+out the rows of FITTED and those that FLASH_1 was fitted to. `published/sources.yaml` has what is
+known of the machines and programs of a source: power limits, the dtype of communicated gradients,
+kernels. Scores are per source.
 
 `--layouts` searches the fastest layout for each row (of LLM Foundry's those of 2,048 tokens), and
 says how much faster than the authors' it would have been.
@@ -18,10 +18,12 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,14 @@ from benchmarks.harness import table
 from benchmarks.layouts import GPU, spread
 from llmfoundry.errors import UserError
 from llmfoundry.models.counts import flops_per_token
-from llmfoundry.plan.communication import communication
+from llmfoundry.plan.communication import CollectiveTraffic, communication
 from llmfoundry.plan.layouts import Cluster, ParallelLayout, rank
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.microbatch_sizes import memory_of_gpu, rooms
 from llmfoundry.plan.search import ActivationChoice
 from llmfoundry.plan.seconds import FLASH_3, Speeds, StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 FOLDER = Path(__file__).parent / "published"
@@ -54,17 +57,24 @@ class Row:
     """A published run.
 
     Attributes:
-        name: of it.
-        recipe: filled, with its layout where that is published.
-        hardware: of it.
-        reached: what its GPU and its software reach.
-        seconds: of a step, as published.
-        is_best: whether its layout is the plan's own best, as it is not published or not ours.
+        source: key in `published/sources.yaml`.
+        name: name of the run.
+        recipe: resolved recipe, with the published layout.
+        hardware: its GPUs.
+        reached: achievable speeds of its GPU and its program.
+        seconds: published seconds of a step.
+        is_best: whether the plan's best layout is predicted, because the published one is unknown
+            or has pipeline stages.
         is_fitted: whether a constant was fitted to it.
-        halves_gradients: whether gradients travelled in bfloat16.
-        note: what was assumed.
+        halves_gradients: whether gradients were communicated in bfloat16.
+        recomputed: share of the blocks' matmuls that are recomputed in addition.
+        has_deepep: whether a token is sent once to a rank, and once to a node, that has any of its
+            experts.
+        is_whole_run: whether its time has failures, evaluation and long context.
+        note: assumptions.
     """
 
+    source: str
     name: str
     recipe: ResolvedTrainRecipe
     hardware: Hardware
@@ -73,6 +83,9 @@ class Row:
     is_best: bool = False
     is_fitted: bool = False
     halves_gradients: bool = False
+    recomputed: float = 0.0
+    has_deepep: bool = False
+    is_whole_run: bool = False
     note: str = ""
 
     @property
@@ -81,27 +94,52 @@ class Row:
         return Cluster(self.hardware.gpus, self.reached, memory_of_gpu(self.hardware))
 
     def predict(self) -> StepSeconds:
-        """A step's seconds in the published layout.
+        """Return the seconds of a step in the published layout.
 
         Raises:
-            UserError: the best layout is asked for, and none fits.
+            UserError: the best layout is predicted, and none fits.
         """
         if self.is_best:
-            found = rank(self.recipe, self.setting, 1).best
-            if not found:
+            ranking = rank(self.recipe, self.setting, 1)
+            if not ranking.best:
                 raise UserError(f"{self.name}: no layout fits")
-            return found[0].step
+            return ranking.best[0].step
         rows = self.recipe.device_train_microbatch_size
         assert isinstance(rows, int)
-        sent = communication(self.recipe, self.hardware.gpus, rows, self.reached.gpu.node)
-        if self.halves_gradients:
-            sent = [
-                one._replace(sent=one.sent // 2, between=one.between // 2)
-                if one.what == "gradients"
-                else one
-                for one in sent
-            ]
-        return step_seconds(self.recipe, self.hardware.gpus, rows, self.reached, sent=sent)
+        gpus, node = self.hardware.gpus, self.reached.gpu.node
+        traffic = map(self._sent, communication(self.recipe, gpus, rows, node))
+        step = step_seconds(self.recipe, gpus, rows, self.reached, sent=traffic)
+        return self._with_recomputation(step)
+
+    def _sent(self, transfer: CollectiveTraffic) -> CollectiveTraffic:
+        """Return the communication of the program of this run."""
+        inside, between = 1.0, 1.0
+        if self.halves_gradients and transfer.what == "gradients":
+            inside = between = 0.5
+        if self.has_deepep and transfer.what == "tokens":
+            top_k = self.recipe.model.ffn_config.moe_top_k
+            nodes = -(-transfer.processes // self.reached.gpu.node)
+            inside = _distinct(transfer.processes, top_k) / top_k
+            between = _distinct(nodes, top_k) / top_k
+        leaving = transfer.between * between
+        staying = (transfer.sent - transfer.between) * inside
+        return transfer._replace(sent=round(staying + leaving), between=round(leaving))
+
+    def _with_recomputation(self, step: StepSeconds) -> StepSeconds:
+        """Add the matmuls that the selective checkpointing of this program recomputes."""
+        checkpointing = recomputation(self.recipe.parallel.activation_checkpointing)
+        if checkpointing != "selective" or not self.recomputed:
+            return step
+        model = self.recipe.model
+        of_head = 2 * model.vocab_size * model.d_model
+        flops = flops_per_token(model, 0) / 3  # of the forward pass, without attention
+        forward = step.products / 3 * (1 - of_head / flops)
+        return dataclasses.replace(step, again=step.again + self.recomputed * forward)
+
+
+def _distinct(places: int, top_k: int) -> float:
+    """Return the expected number of different places that hold a token's experts."""
+    return float(places * (1 - (1 - 1 / places) ** top_k))
 
 
 def llm_foundry(models: Sequence[str] = (), every: int = 1) -> Iterator[Row]:
@@ -126,9 +164,11 @@ def _foundry_row(row: dict[str, str]) -> Row:
     ]
     if row["sharding"] == "grads":
         words.append("parallel.reshard_after_forward=false")
-    recipe, hardware = spread(row["model"], words), Hardware.parse(f"{gpus}x{row['gpu']}", "gpus")
+    recipe = spread(row["model"], words)
+    hardware = _hardware(f"{gpus}x{row['gpu']}", {}, _sources()["LLM Foundry"])
     step = int(row["rows"]) * int(row["max_seq_len"])
     return Row(
+        f"LLM Foundry, {row['gpu']}",
         f"{row['model']} {row['max_seq_len']} {row['recomputation']}",
         recipe,
         hardware,
@@ -157,23 +197,93 @@ def _with_attention(reached: Speeds, version: int, gpu: str) -> Speeds:
     return reached
 
 
+@cache
+def _sources() -> dict[str, dict[str, Any]]:
+    """Return what is known of each source."""
+    sources: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "sources.yaml").read_text())
+    return sources
+
+
+def _hardware(text: str, changes: Mapping[str, Any], source: Mapping[str, Any]) -> Hardware:
+    """Return the GPUs of a run: the data sheet, with what the run and its source change."""
+    hardware = Hardware.parse(text, "gpus")
+    gpu = hardware.gpu
+    sustained = source.get("sustained", {}).get(hardware.name, gpu.sustained)
+    power = source.get("power", 1.0)
+    gpu = dataclasses.replace(gpu, sustained=sustained, power=power, **changes)
+    return dataclasses.replace(hardware, gpu=gpu)
+
+
+def _row(
+    source: str,
+    name: str,
+    recipe: ResolvedTrainRecipe,
+    hardware: Hardware,
+    seconds: float,
+    *,
+    attention: int,
+    **others: Any,
+) -> Row:
+    """Return a run with what is known of its source."""
+    known = _sources().get(source, {})
+    reached = _with_attention(speeds(hardware.gpu, recipe), attention, hardware.name)
+    reached = dataclasses.replace(reached, cast=known.get("cast", reached.cast))
+    return Row(
+        source,
+        name,
+        recipe,
+        hardware,
+        reached,
+        seconds,
+        halves_gradients=known.get("gradients") == "bf16",
+        recomputed=known.get("recomputed", 0.0),
+        has_deepep=known.get("dispatch") == "deepep",
+        **others,
+    )
+
+
 def others() -> Iterator[Row]:
-    """All other runs."""
+    """Yield the runs of `others.yaml`."""
     for row in yaml.safe_load((FOLDER / "others.yaml").read_text()):
-        hardware = Hardware.parse(f"{row['gpus']}x{row['gpu']}", "gpus")
-        changed = dataclasses.replace(hardware.gpu, **row.get("hardware", {}))
-        hardware = dataclasses.replace(hardware, gpu=changed)
+        source = _sources()[row["source"]]
+        hardware = _hardware(f"{row['gpus']}x{row['gpu']}", row.get("hardware", {}), source)
         recipe = spread(row["recipe"], row["set"])
-        reached = _with_attention(speeds(changed, recipe), row.get("attention", 2), row["gpu"])
-        yield Row(
+        yield _row(
+            row["source"],
             row["name"],
             recipe,
             hardware,
-            reached,
             _published_seconds(row, recipe, hardware),
+            attention=row.get("attention", 2),
             is_best=row["layout"] == "best",
+            is_whole_run=row.get("whole_run", False),
             note=row["note"],
         )
+
+
+def runs(file: Path = FOLDER / "runs.csv") -> Iterator[Row]:
+    """Yield the runs of a file with the columns of `runs.csv`."""
+    with file.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            source = _sources().get(row["source"], {})
+            changes = [change.split("=") for change in row["hardware_changes"].split()]
+            typed = {name: yaml.safe_load(value) for name, value in changes}
+            hardware = _hardware(row["hardware"], typed, source)
+            recipe = spread(row["base_recipe"], _OVERRIDE.findall(row["overrides"]))
+            tokens = recipe.global_train_batch_size * recipe.max_seq_len
+            yield _row(
+                row["source"],
+                row["name"],
+                recipe,
+                hardware,
+                tokens / hardware.gpus / float(row["tokens_per_s_per_gpu"]),
+                attention=int(row["attention"].split()[-1]),
+                is_best=row["plan_own_layout"] == "True",
+                note=row["note"],
+            )
+
+
+_OVERRIDE = re.compile(r"(?:\{[^}]*\}|\S)+")  # key=value; a value in braces may have spaces
 
 
 def _published_seconds(
@@ -224,16 +334,17 @@ COLUMNS = {
 
 def compare(rows: Iterable[Row]) -> Iterator[str]:
     """A line for each row, and the score of those that were not fitted."""
-    found, scores = [], dict[str, Score]()
+    lines, scores = [], dict[str, Score]()
     for row in rows:
         step = row.predict()
-        print(f"{row.name}: {step.total / row.seconds:.2f}", file=sys.stderr, flush=True)
         ratio = step.total / row.seconds
+        print(f"{row.name}: {ratio:.2f}", file=sys.stderr, flush=True)
         if not row.is_fitted:
-            scores.setdefault(row.hardware.name, Score()).ratios.append(ratio)
+            source = WHOLE_RUNS if row.is_whole_run else row.source
+            scores.setdefault(source, Score()).ratios.append(ratio)
         parts = sorted(step.split().items(), key=lambda one: -one[1])[:4]
         notes = ["fitted"] * row.is_fitted + ["best layout"] * row.is_best + [row.note]
-        found.append(
+        lines.append(
             {
                 "run": row.name,
                 "GPUs": f"{row.hardware.gpus} {row.hardware.name}",
@@ -245,11 +356,16 @@ def compare(rows: Iterable[Row]) -> Iterator[str]:
                 "note": "; ".join(filter(None, notes)),
             }
         )
-    yield from table(found, COLUMNS)
+    yield from table(lines, COLUMNS)
     yield ""
     for name, score in scores.items():
         yield score.line(name)
-    yield Score([ratio for score in scores.values() for ratio in score.ratios]).line("all")
+    steps = [ratio for name in scores if name != WHOLE_RUNS for ratio in scores[name].ratios]
+    if steps:
+        yield Score(steps).line(f"all but {WHOLE_RUNS}")
+
+
+WHOLE_RUNS = "GPU-hours of whole runs"
 
 
 LAYOUT_COLUMNS = {
@@ -309,8 +425,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="words of the runs' names or GPUs")
     parser.add_argument("--layouts", action="store_true", help="search layouts as well")
     parser.add_argument("--every", type=int, default=1, help="one in so many rows of the table")
+    parser.add_argument("--runs", type=Path, help="file with the columns of published/runs.csv")
     given = parser.parse_args()
-    rows = [*llm_foundry(every=given.every), *others()]
+    if given.runs is None:
+        rows = [*llm_foundry(every=given.every), *others(), *runs()]
+    else:
+        rows = [*runs(given.runs)]
     rows = [
         row
         for row in rows
@@ -319,7 +439,9 @@ def main() -> None:
     ]
     print("\n".join(compare(rows)))
     if given.layouts:
-        plain = [row for row in rows if " 2048 " in row.name or not row.name.startswith("mpt-")]
+        plain = [
+            row for row in rows if " 2048 " in row.name or not row.source.startswith("LLM Foundry")
+        ]
         print("\n".join(["", *chosen(plain)]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from itertools import islice
 
@@ -14,7 +15,16 @@ from llmfoundry.plan.communication import BASE, HOP, CollectiveTraffic
 from llmfoundry.plan.count import count
 from llmfoundry.plan.layouts import Cluster, candidate_layouts, own_layout, rank
 from llmfoundry.plan.search import ActivationChoice, Fit, Search, choices, memory_limits
-from llmfoundry.plan.seconds import CUDA, Matmul, head, products, speeds, step_seconds
+from llmfoundry.plan.seconds import (
+    COPIES,
+    CUDA,
+    STRAGGLING,
+    Matmul,
+    head,
+    products,
+    speeds,
+    step_seconds,
+)
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.parallel import Degrees
@@ -66,6 +76,36 @@ def test_a_message_takes_its_latency_and_the_slower_of_both_links() -> None:
     assert out.seconds(H100) > 0.25 / (0.9 * 50) > 1 / (0.8 * 450)
 
 
+def test_two_gpus_of_a_board_without_switches_reach_a_third_of_the_links() -> None:
+    """A board of four has no switches: each pair of GPUs has six of a GPU's eighteen links."""
+    board = dataclasses.replace(H100, node=4)
+    pair = CollectiveTraffic("activations", "all_gather", 2, 1, 10**9)
+    assert pair.seconds(board) == pytest.approx(BASE + HOP + 3 / (0.8 * 450))
+    assert pair.seconds(H100) == pytest.approx(BASE + HOP + 1 / (0.8 * 450))
+    four = pair._replace(processes=4)
+    assert four.seconds(board) == four.seconds(H100)
+    apart = pair._replace(apart=2)  # one rank of each half of the board
+    assert apart.seconds(board) == pair.seconds(board)
+
+
+def test_a_power_limit_slows_matmuls_and_attention_by_its_cube_root() -> None:
+    recipe = spread("mpt-1b", SMALL)
+    limited = speeds(dataclasses.replace(H100, power=0.512), recipe)
+    full = speeds(H100, recipe)
+    assert limited.products == pytest.approx(0.8 * full.products)
+    assert limited.attention == pytest.approx(0.8 * full.attention)
+    assert limited.memory == full.memory
+
+
+def test_every_doubling_of_the_nodes_adds_the_same_share() -> None:
+    recipe = spread("mpt-1b", [*SMALL, "global_train_batch_size=64"])
+    steps = [step_seconds(recipe, gpus, 1, speeds(H100, recipe)) for gpus in (8, 16, 64)]
+    assert steps[0].stragglers == 0
+    shares = [step.stragglers / (step.total - step.stragglers) for step in steps[1:]]
+    assert shares[0] == pytest.approx(STRAGGLING, rel=0.1)  # communication does not wait
+    assert shares[1] == pytest.approx(3 * STRAGGLING, rel=0.1)
+
+
 def test_published_runs_that_fitted_nothing_are_predicted() -> None:
     """Some rows of LLM Foundry's table, A100 and H100: median within a tenth, none off by half."""
     rows = [row for row in llm_foundry(["mpt-1b"], every=5) if not row.is_fitted]
@@ -78,6 +118,21 @@ def test_published_runs_that_fitted_nothing_are_predicted() -> None:
 def test_what_is_compiled_moves_fewer_bytes() -> None:
     plain, compiled = (row.predict() for row in islice(others(), 2))
     assert compiled.memory < 0.6 * plain.memory and compiled.products == plain.products
+
+
+def test_a_compiled_recipe_compiles_blocks_and_no_loss() -> None:
+    """All bytes of blocks are of fused kernels; those of the loss are as its own code moves them."""
+    recipe = spread("llama-1b", [*SMALL, "compile=true"])
+    step = step_seconds(recipe, 1, 4, speeds(H100, recipe))
+    counted = count(recipe, recipe.parallel.degrees(1), device=CUDA)
+    ends = [one.of(4).moved for one in (counted.ends.forward, counted.ends.backward)]
+    blocks = [
+        each.blocks * one.of(4).fused
+        for each in counted.blocks
+        for one in (each.forward, each.backward)
+    ]
+    moved = 16 * (sum(ends) + sum(blocks))  # 64 sequences, 4 at a time
+    assert step.memory == pytest.approx(moved / (COPIES * H100.memory_gb_s * 1e9))
 
 
 SMALL = ["max_seq_len=2048", "global_train_batch_size=64"]

@@ -42,6 +42,7 @@ LINK_REACHED, NETWORK_REACHED = 0.8, 0.9
 BASE, HOP, NETWORK_HOP = 14e-6, 1.9e-6, 4e-6
 """Seconds of latency of a collective: constant, per step of the ring inside a node, and per step
 between nodes (NCCL's tuning.cc, LL128)."""
+FEW = 4  # GPUs of a node that NVLink connects without switches (NVIDIA HGX, 4-GPU boards)
 BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces in one call
 WAITED_FOR = ("tokens", "activations", "heads", "keys and values")
 """Communication whose result the next matmul needs. It is exposed, except that a shared expert
@@ -72,10 +73,21 @@ class CollectiveTraffic(NamedTuple):
 
     def seconds(self, gpu: Gpu) -> float:
         """Return the seconds without overlap; traffic inside and between nodes is concurrent."""
-        inside = (self.sent - self.between) / (LINK_REACHED * gpu.link_gb_s * 1e9)
+        inside = (self.sent - self.between) / (LINK_REACHED * self._link_gb_s(gpu) * 1e9)
         network = NETWORK_REACHED * gpu.network_gb_s * 1e9
         between = self.between / network if self.between else 0.0
         return self.calls * self.latency(gpu.node) + max(inside, between)
+
+    def _link_gb_s(self, gpu: Gpu) -> float:
+        """Return the bandwidth to the ranks of the group inside the node.
+
+        Boards of up to FEW GPUs have no NVLink switches: each pair of GPUs is connected by an equal
+        part of the links, so that two ranks of four reach a third.
+        """
+        ranks = min(self.processes, max(1, gpu.node // self.apart))
+        if not gpu.switched or gpu.node > FEW or ranks == 1:
+            return gpu.link_gb_s
+        return gpu.link_gb_s * (ranks - 1) / (gpu.node - 1)
 
     def latency(self, node: int) -> float:
         """Return the latency of one collective, with `node` ranks per node."""

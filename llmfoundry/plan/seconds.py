@@ -56,6 +56,11 @@ LAUNCH = 6e-6
 BESIDE = 0.15
 """Fraction of multiprocessor time that NVLink communication takes from overlapped compute (Isaev et
 al., 2023, Calculon's a100_80g.json)."""
+STRAGGLING = 0.012
+"""Share of the computing time that each doubling of the number of nodes adds, because a step ends
+when the slowest rank and the slowest part of the network have finished. Fitted to LLM Foundry's
+table, where equal models run on 8 to 512 GPUs with equal microbatches (`benchmarks/published.py`):
+0.012 is the mean, and 0.015 the median of 19 such series."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Speeds:
         memory: bytes/s read or written.
         fp8: FLOP/s of FP8 matmuls; 0: not used.
         launch: seconds of host time per operation.
+        cast: bytes of memory traffic per value cast to FP8.
     """
 
     gpu: Gpu
@@ -77,14 +83,16 @@ class Speeds:
     memory: float
     fp8: float = 0.0
     launch: float = LAUNCH
+    cast: float = CAST
 
 
 def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
     """Return the achievable speeds of a GPU for a recipe, from the data sheet."""
     kernel_gain = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
     precision_loss = FP32 if recipe.precision == "fp32" else 1.0
-    share = gpu.sustained * gpu.reached  # of the peak, in large matmuls
-    attention_share = min(0.75, kernel_gain * gpu.attention)
+    clock = gpu.power ** (1 / 3)
+    share = clock * gpu.sustained * gpu.reached  # of the peak, in large matmuls
+    attention_share = clock * min(0.75, kernel_gain * gpu.attention)
     return Speeds(
         gpu,
         products=precision_loss * share * gpu.tflops * 1e12,
@@ -105,6 +113,7 @@ class StepSeconds:
         again: recomputation during the backward pass.
         optimizer: gradient clipping and the update.
         waiting: exposed communication, by what is communicated.
+        stragglers: waiting for the slowest node.
         beside: slowdown of compute by overlapped communication.
         host: time in which the GPU waits for kernel launches.
         flops: model FLOPs of one rank.
@@ -118,6 +127,7 @@ class StepSeconds:
     optimizer: float
     beside: float
     host: float
+    stragglers: float = 0.0
     waiting: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
     again_flops: float = 0.0
@@ -137,6 +147,7 @@ class StepSeconds:
             "optimizer": self.optimizer,
             "beside messages": self.beside,
             "host": self.host,
+            "stragglers": self.stragglers,
         }
         named |= {f"waiting for {what}": seconds for what, seconds in self.waiting.items()}
         return {what: seconds for what, seconds in named.items() if seconds > 0}
@@ -250,11 +261,12 @@ def step_seconds(
     again = work.again.times(microbatches)
     computed = passes.total + again.total
 
-    # overlapped communication within a node slows compute
+    # overlapped communication within a node slows compute, and every node waits for the slowest
     tokens = recipe.global_train_batch_size * recipe.max_seq_len / world_size
     overlapped = [transfer for transfer in traffic if transfer.what not in WAITED_FOR]
     within_node = sum(transfer.sent - transfer.between for transfer in overlapped)
     beside = BESIDE * min(within_node / (gpu.link_gb_s * 1e9), computed)
+    nodes = -(-world_size // gpu.node)
     return StepSeconds(
         products=passes.products,
         attention=passes.attention,
@@ -264,6 +276,7 @@ def step_seconds(
         waiting=_waiting(recipe, traffic, work, microbatches, gpu),
         beside=beside,
         host=max(0.0, reached.launch * (passes.launches + again.launches) - computed - beside),
+        stragglers=STRAGGLING * math.log2(nodes) * (computed + beside),
         flops=tokens * flops_per_token(recipe.model, recipe.max_seq_len),
         again_flops=again.flops,
     )
@@ -284,8 +297,8 @@ def _work(
 
     # memory-bound operations of the blocks
     moved = {
-        name: _moved(recipe, [(getattr(one, name), one.blocks) for one in counted.blocks],
-                     microbatch * share, reached)
+        name: _moved([(getattr(one, name), one.blocks) for one in counted.blocks],
+                     microbatch * share, reached, fused=recipe.compile is True)
         for name in ("forward", "backward", "again")
     }  # fmt: skip
     forward, backward = moved["forward"], moved["backward"]
@@ -308,11 +321,11 @@ def _work(
     again = again.plus(forward.only_products().times(_over(recomputed.products, in_blocks)))
     again = again.plus(attention.times(_over(recomputed.attention, per_row.attention)))
 
-    # embedding, final norm, head and loss
+    # embedding, final norm, head and loss, which no run compiles
     output_head = head(model, degrees, tokens)
     passes = [(counted.ends.forward, 1), (counted.ends.backward, 1)]
     ends = _multiplied([output_head, *output_head.backward()], reached)
-    ends = ends.plus(_moved(recipe, passes, microbatch * share, reached))
+    ends = ends.plus(_moved(passes, microbatch * share, reached, fused=False))
     return Computation(
         forward.plus(attention), backward.plus(attention.times(BACKWARD_OF_FORWARD)), again, ends
     )
@@ -324,15 +337,15 @@ def _over(part: float, total: float) -> float:
 
 
 def _moved(
-    recipe: ResolvedTrainRecipe, passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds
+    passes: Iterable[tuple[Pass, int]], rows: float, reached: Speeds, *, fused: bool
 ) -> GpuTime:
-    """Return the time of memory-bound operations: fused kernels if the recipe is compiled."""
+    """Return the time of memory-bound operations. `fused`: of compiled code."""
     spent = GpuTime()
     for a_pass, n in passes:
         fixed, row = a_pass.fixed, a_pass.row  # bytes and launches in all, and per sequence
         moved = fixed.moved + rows * row.moved
         launches = fixed.launches + rows * row.launches
-        if recipe.compile is True:
+        if fused:
             moved = fixed.fused + rows * row.fused
             launches = fixed.fused_launches + rows * row.fused_launches
         spent = spent.plus(GpuTime(memory=moved / reached.memory, launches=launches).times(n))
@@ -347,7 +360,7 @@ def _multiplied(matmuls: list[Matmul], reached: Speeds, *, narrow: bool = False)
         speed = reached.fp8 if is_fp8 else reached.products
         seconds += matmul.seconds(reached.gpu, flops=speed, moved=reached.memory)
         if is_fp8:
-            cast_bytes += CAST * (matmul.rows + matmul.columns) * matmul.inner
+            cast_bytes += reached.cast * (matmul.rows + matmul.columns) * matmul.inner
     flops = sum(matmul.flops for matmul in matmuls)
     return GpuTime(products=seconds, memory=cast_bytes / reached.memory, flops=flops)
 

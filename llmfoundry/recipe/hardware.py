@@ -66,6 +66,10 @@ class Gpu:
     """Number of GPUs that `link_gb_s` connects."""
     switched: bool = False
     """Whether the link is NVLink with switches, whose speed is checked before runs."""
+    power: Annotated[float, _SHARE] = 1.0
+    """Power limit over that of the data sheet: 0.714 for 500 of 700 W. The clock under load follows
+    its cube root, because the power of a chip grows with its clock and with the square of the
+    voltage, which grows with the clock."""
 
 
 # fmt: off
