@@ -79,7 +79,7 @@ def test_a_message_takes_its_latency_and_the_slower_of_both_links() -> None:
 def test_two_gpus_of_a_board_without_switches_reach_a_third_of_the_links() -> None:
     """A board of four has no switches: each pair of GPUs has six of a GPU's eighteen links."""
     board = dataclasses.replace(H100, node=4)
-    pair = CollectiveTraffic("activations", "all_gather", 2, 1, 10**9)
+    pair = CollectiveTraffic("activations", "all_gather", 2, 1, 10**9, calls=1)
     assert pair.seconds(board) == pytest.approx(BASE + HOP + 3 / (0.8 * 450))
     assert pair.seconds(H100) == pytest.approx(BASE + HOP + 1 / (0.8 * 450))
     four = pair._replace(processes=4)
@@ -121,7 +121,7 @@ def test_what_is_compiled_moves_fewer_bytes() -> None:
 
 
 def test_a_compiled_recipe_compiles_blocks_and_no_loss() -> None:
-    """All bytes of blocks are of fused kernels; those of the loss are as its own code moves them."""
+    """Bytes of blocks are those of fused kernels, and bytes of the loss those of its own code."""
     recipe = spread("llama-1b", [*SMALL, "compile=true"])
     step = step_seconds(recipe, 1, 4, speeds(H100, recipe))
     counted = count(recipe, recipe.parallel.degrees(1), device=CUDA)
