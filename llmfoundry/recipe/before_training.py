@@ -197,7 +197,8 @@ class PlanRecipe(TrainRecipe):
     tokens: Annotated[float | None, Range(1, 1e18)] = None
     """Training tokens, such as 1e12; unset: the tokens of max_duration."""
     price: Annotated[float | None, Range(above=0)] = None
-    """Price of a GPU per hour, in any currency; unset: no cost is computed."""
+    """Price of a GPU per hour, in any currency; unset: the typical one in US dollars of
+    `recipe/hardware.py`, if the GPU has one there."""
     failures: Annotated[float | None, Range(above=0)] = None
     """Mean GPU-hours between failures that stop a run; unset: no failures. Llama 3's run on 16,384
     H100 had one per 50,000 GPU-hours (Dubey et al., 2024, table 5)."""

@@ -70,6 +70,10 @@ class Gpu:
     """Power limit over that of the data sheet: 0.714 for 500 of 700 W. The clock under load follows
     its cube root, because the power of a chip grows with its clock and with the square of the
     voltage, which grows with the clock."""
+    watts: Annotated[float, _RATE] = 0.0
+    """Power limit of the data sheet in watts; 0: not known."""
+    price: Annotated[float, _RATE] = 0.0
+    """Typical price of a GPU-hour in US dollars; 0: not known."""
 
 
 # fmt: off
@@ -111,6 +115,41 @@ to 0.1 GiB less); MI325X and MI250X by MI300X's share. Links in one direction: N
 Networks as makers' reference systems have them: a card of 200 Gb/s for each A100, of 400 Gb/s for
 each H100 and later (DGX, HGX); cards of 100 Gb/s for others, of 200 Gb/s a node of GeForce. V100
 and T4 know fp16 only; MI250X is one of its two dies, which is what PyTorch calls a device."""
+_COSTS = {  # power limit in watts, typical price of an hour in US dollars; 0: not known
+    "GB200": (1200.0, 0.0),
+    "B200": (1000.0, 5.0),
+    "GH200": (900.0, 1.5),
+    "H200": (700.0, 3.8),
+    "H200 NVL": (600.0, 0.0),
+    "H100": (700.0, 3.0),
+    "H100 NVL": (400.0, 0.0),
+    "H100 PCIe": (350.0, 2.4),
+    "A100": (400.0, 1.3),
+    "A100 40GB": (400.0, 1.3),
+    "A100 40GB PCIE": (250.0, 1.3),
+    "A100 80GB": (400.0, 1.8),
+    "A100 80GB PCIe": (300.0, 1.6),
+    "L40S": (350.0, 0.0),
+    "L40": (300.0, 0.0),
+    "L4": (72.0, 0.0),
+    "A10": (150.0, 0.75),
+    "A10G": (300.0, 0.0),
+    "V100": (300.0, 0.55),
+    "V100 PCIE": (250.0, 0.55),
+    "T4": (70.0, 0.0),
+    "RTX 5090": (575.0, 0.0),
+    "RTX 4090": (450.0, 0.0),
+    "RTX 3090": (350.0, 0.0),
+    "MI325X": (1000.0, 0.0),
+    "MI300X": (750.0, 0.0),
+    "MI250X": (280.0, 0.0),
+}
+"""Power limits as shipped, of a GH200 with its CPU. Prices: on-demand list prices of clouds that
+specialize in GPUs, at the start of 2026; those of other clouds are from 0.7 to 2 times as high."""
+GPUS = {
+    name: dataclasses.replace(gpu, watts=_COSTS[name][0], price=_COSTS[name][1])
+    for name, gpu in GPUS.items()
+}
 CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not the peak
 
 

@@ -232,7 +232,8 @@ class WatchConfig:
     """Seconds. The delay must also be at least ten usual steps."""
     gpu: Annotated[str, choice(LOG_ACTIONS)] = "log"
     """Action on XIDs, throttling and lost GPUs, reported by NVML (package nvidia-ml-py).
-    Temperature and power are then logged as metrics. No effect without a GPU."""
+    Temperature, power, and the energy of all GPUs in kWh are then logged as metrics. No effect
+    without a GPU."""
     interval: Annotated[int, Range(1, 2**31), Only((*_ROUNDS, "stall"))] = 100
     """Batches between two rounds in which all processes share their times, by one small
     asynchronous all-gather."""

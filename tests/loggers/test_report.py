@@ -73,6 +73,7 @@ def write_run(folder: Path, steps: int) -> None:
             | {
                 "loss/train/total": loss,
                 "metrics/train/bits_per_byte": loss / 2.7,
+                "gpu/energy_kwh": 0.01 * (b if b <= 100 else b - 100),  # a restart at step 100
                 "l2_norm/grad/global": 1 + abs(math.sin(b * 78.233)),
                 "lr-DecoupledAdamW/group0": 6e-4 * b / steps,
                 "throughput/tokens_per_sec": 54_300.0 + b % 7,
@@ -156,6 +157,7 @@ def test_the_page_holds_the_runs_numbers(run: Path) -> None:
         "54.3k median tokens per second",
         "34.6% median MFU",
         "2.5 GiB peak memory",
+        "3 kWh energy of the GPUs",
         "copa 2 137 54.3% ± 4.3 50.0% 55.0%",
         "svamp 0 41 n/a 0.0% 10.0% failed: row 3 is <not> finite",
         "commonsense 0.0864 symbolic n/a average n/a",
@@ -184,6 +186,7 @@ def test_charts_draw_each_metric_once(run: Path) -> None:
         "Gradient norm",
         "Throughput",
         "Peak memory",
+        "Energy in kilowatt-hours",
         "Mine/own",
         "Gauntlet",
         "Tasks",

@@ -30,6 +30,7 @@ class Library:
     def __init__(self) -> None:
         self.xids: queue.Queue[int] = queue.Queue()
         self.lost, self.reasons, self.readings = False, 0x4, 0
+        self.joules: float | None = 5000.0  # since the driver was loaded; None: no counter
         self.registered: list[tuple[str, int]] = []
 
     def nvmlInit(self) -> None:
@@ -67,6 +68,11 @@ class Library:
     def nvmlDeviceGetPowerUsage(self, gpu: str) -> int:
         return int(self._answer(350_500))
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:
+        if self.joules is None:
+            raise NVMLError(3)
+        return int(self._answer(1000 * self.joules))
+
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
@@ -100,6 +106,28 @@ def test_the_worst_since_the_last_look_is_given_once(library: Library) -> None:
     before = library.readings
     time.sleep(0.05)
     assert library.readings == before
+
+
+def test_energy_is_the_growth_of_the_counter(library: Library) -> None:
+    reader = GpuReader("GPU-1", seconds=0.01)
+    until(lambda: library.readings > 2)
+    assert reader.take().energy == 0.0
+    library.joules = 5012.5
+    begin = library.readings
+    until(lambda: library.readings > begin + 2)
+    assert reader.take().energy == 12.5
+    assert reader.take().energy == 0.0
+    reader.close()
+
+
+def test_without_a_counter_power_is_integrated(library: Library) -> None:
+    library.joules = None
+    began = time.monotonic()
+    reader = GpuReader("GPU-1", seconds=0.01)
+    until(lambda: library.readings > 10)
+    reader.close()
+    energy, longest = reader.take().energy, time.monotonic() - began
+    assert 350.5 * 9 * 0.009 < energy < 350.5 * longest
 
 
 def test_a_gpu_is_lost_once(library: Library) -> None:

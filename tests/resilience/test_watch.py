@@ -104,3 +104,35 @@ def test_a_timer_times_blocks_while_it_is_on_and_changes_nothing() -> None:
     assert not timer.is_on
     assert 0 < timer.take() < 5
     assert math.isnan(timer.take())
+
+
+def test_the_energy_of_all_gpus_is_summed_over_rounds_and_logged_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch, trainer = Watch(WatchConfig(interval=10), {}), make_trainer()
+    logged: list[Any] = []
+    trainer.tracker.log = lambda *values: logged.append(values)
+    trainer.clock = SimpleNamespace(tokens_per_batch=8)
+    for _ in range(2):  # rounds of two ranks
+        table = [RankTimes(energy=joules) for joules in (1.0e6, 0.8e6)]
+        rows = torch.tensor([astuple(times) for times in table], dtype=torch.float64)
+        watch._pending = (None, rows)
+        watch._judge_round(trainer)
+    metrics: dict[str, float] = {}
+    watch.on_log(trainer, metrics)
+    assert metrics["gpu/energy_kwh"] == pytest.approx(1.0)
+    # the last step, whose round is not full
+    reader = SimpleNamespace(take=lambda: SimpleNamespace(energy=0.36e6))
+    monkeypatch.setattr(module, "all_gather_object", lambda world, value: [value, 0.36e6])
+    watch._gpu, trainer.batch, trainer.done = reader, 23, True  # type: ignore[assignment]
+    trainer.world.device = torch.device("cuda")
+    watch.on_step(trainer)
+    assert logged == [(23, 184, {"gpu/energy_kwh": pytest.approx(1.2)})]
+
+
+def test_a_run_on_a_cpu_logs_no_energy() -> None:
+    watch, trainer = Watch(WatchConfig(interval=10), {}), make_trainer()
+    trainer.batch, trainer.done, metrics = 3, True, {}
+    watch.on_step(trainer)
+    watch.on_log(trainer, metrics)
+    assert "gpu/energy_kwh" not in metrics

@@ -67,7 +67,8 @@ class RunCost:
         seconds: training time without failures; None: unknown.
         goodput: fraction of the time that is not lost to failures.
         gpus: number of GPUs.
-        price: price of a GPU-hour; None: not given.
+        price: price of a GPU-hour; None: not known.
+        watts: power limit of a GPU; 0: not known.
     """
 
     tokens: float | None
@@ -75,6 +76,7 @@ class RunCost:
     goodput: float
     gpus: int
     price: float | None
+    watts: float = 0.0
 
     @property
     def gpu_hours(self) -> float | None:
@@ -88,6 +90,12 @@ class RunCost:
         """Return the cost of the run in the currency of `price`."""
         hours = self.gpu_hours
         return None if hours is None or self.price is None else hours * self.price
+
+    @property
+    def kwh(self) -> float | None:
+        """Return the energy of the GPUs at their power limit; None: not known."""
+        hours = self.gpu_hours
+        return None if hours is None or not self.watts else hours * self.watts / 1000
 
 
 def plan(recipe: ResolvedTrainRecipe) -> None:
@@ -214,7 +222,9 @@ def costs(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> 
         seconds_between = user_recipe.failures / setting.gpus * 3600
         lost_seconds = RESTART + _interval(recipe, layout) / 2
         goodput = seconds_between / (seconds_between + lost_seconds)
-    return RunCost(tokens, seconds, goodput, setting.gpus, user_recipe.price)
+    gpu = setting.reached.gpu
+    price = user_recipe.price or gpu.price or None
+    return RunCost(tokens, seconds, goodput, setting.gpus, price, gpu.watts * gpu.power)
 
 
 def _interval(recipe: ResolvedTrainRecipe, layout: ParallelLayout) -> float:
@@ -235,7 +245,10 @@ def _run(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> R
         text = f"{duration(run.seconds / run.goodput)} for {short_count(run.tokens)} tokens"
         text += f", {short_count(run.gpu_hours)} GPU-hours"
         if run.money is not None:
-            text += f", {run.money:,.0f} at {user_recipe.price:g} an hour"
+            what = "at" if user_recipe.price else "US dollars at a typical"
+            text += f", {run.money:,.0f} {what} {run.price:g} an hour"
+        if run.kwh is not None:
+            text += f", at most {run.kwh:,.0f} kWh at {run.watts:g} W a GPU"
         if run.goodput < 1:
             text += f"; goodput {percent(run.goodput)}"
         yield "run", text
@@ -345,6 +358,7 @@ def _layout_json(
         "goodput": run.goodput,
         "gpu_hours": run.gpu_hours,
         "money": run.money,
+        "kwh": run.kwh,
         "checkpoint_bytes": checkpoint_bytes(layout),
     }
 

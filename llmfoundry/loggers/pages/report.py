@@ -43,7 +43,14 @@ from llmfoundry.loggers.pages.charts import (
     training_charts,
 )
 from llmfoundry.loggers.pages.page import Tile, page, pairs, part, table, together
-from llmfoundry.loggers.pages.run_time import EVALUATION, TRAINING, goodput_tile, time_bar
+from llmfoundry.loggers.pages.run_time import (
+    ENERGY,
+    EVALUATION,
+    TRAINING,
+    goodput_tile,
+    grown,
+    time_bar,
+)
 from llmfoundry.loggers.pages.score_tables import (
     ShownScore,
     accuracy_bar,
@@ -186,6 +193,9 @@ def _speed(rows: Rows) -> Iterator[Tile]:
         yield Tile("median MFU", percent(median(mfu)))
     if memory:
         yield Tile("peak memory", format_gib(max(memory)))
+    energy = sum(grown(rows, ENERGY))  # each process counts from 0
+    if energy:
+        yield Tile("energy of the GPUs", f"{energy:,.3g} kWh")
 
 
 def _hardware(run: Mapping[str, Any]) -> Iterator[Tile]:

@@ -24,6 +24,7 @@ from llmfoundry.loggers.pages.page import Tile, fill, part, table, together
 
 PREFIX = "time/step/"
 TRAINING, EVALUATION, SAVING = "time/train", "time/val", "time/checkpoint_blocking"
+ENERGY = "gpu/energy_kwh"  # of all GPUs, from the start of the process
 _LEAST = 0.001  # minimal fraction that the tile shows
 LONGEST_PAUSE = 330.0
 """Maximal seconds between two attempts of a supervisor: its decide.py waits for at most 300 s."""

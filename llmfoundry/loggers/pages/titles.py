@@ -46,6 +46,7 @@ _TITLES = (
     (r"memory/peak_allocated_mem", "peak memory", SPEED),
     (r"memory/alloc_retries", "allocations tried again", SPEED),
     (r"memory/(?P<name>\w+)", "memory: {name}", SPEED),
+    (r"gpu/energy_kwh", "energy in kilowatt-hours", SPEED),
     (r"time/data_wait", "seconds of waiting for data", SPEED),
     (r"time/checkpoint_blocking", "seconds that a checkpoint held training up", SPEED),
     (r"time/checkpoint_wait", "seconds of waiting for the checkpoint before", SPEED),

@@ -13,9 +13,10 @@ import ctypes
 import importlib
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -239,6 +240,7 @@ class GpuState:
         lost: whether the GPU has fallen off the bus.
         temperature: maximum, in degrees Celsius.
         power: last value, in watts.
+        energy: joules since the last reading.
     """
 
     xid: int = 0
@@ -246,6 +248,7 @@ class GpuState:
     lost: bool = False
     temperature: float = 0.0
     power: float = 0.0
+    energy: float = field(default=0.0, compare=False)
 
 
 class GpuReader:
@@ -263,6 +266,7 @@ class GpuReader:
         self._seconds = seconds
         self._state, self._lock, self._closed = GpuState(), threading.Lock(), threading.Event()
         self._was_lost = False
+        self._energy_read: tuple[float, float | None] | None = None  # time, counter in joules
         self._thread = threading.Thread(target=self._run, name="gpu reader", daemon=True)
         self._nvml, self.problem = open_nvml()
         if self.problem:
@@ -298,6 +302,7 @@ class GpuReader:
                 state.slowed |= current.slowed
                 state.temperature = max(state.temperature, current.temperature)
                 state.power = current.power
+                state.energy += current.energy
                 state.lost = state.lost or (current.lost and not self._was_lost)
             self._was_lost = current.lost
 
@@ -328,11 +333,27 @@ class GpuReader:
         try:
             slowed = gpu.ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
             temperature = gpu.ask("nvmlDeviceGetTemperature", 0) or 0
-            power = gpu.ask("nvmlDeviceGetPowerUsage") or 0
+            power = (gpu.ask("nvmlDeviceGetPowerUsage") or 0) / 1000
+            counter = gpu.ask("nvmlDeviceGetTotalEnergyConsumption")
         except self._nvml.NVMLError:
             return GpuState(lost=True)
         mask = slowed & (sum(SLOWED) | sum(WARM))
-        return GpuState(slowed=mask, temperature=float(temperature), power=power / 1000)
+        energy = self._energy(power, None if counter is None else counter / 1000)
+        return GpuState(slowed=mask, temperature=float(temperature), power=power, energy=energy)
+
+    def _energy(self, power: float, counter: float | None) -> float:
+        """Return the joules since the last call; 0 in the first.
+
+        GPUs since Volta have a counter, in joules since the driver was loaded. Of older GPUs the
+        power is integrated.
+        """
+        before, now = self._energy_read, time.monotonic()
+        self._energy_read = now, counter
+        if before is None:
+            return 0.0
+        if counter is not None and before[1] is not None:
+            return max(0.0, counter - before[1])
+        return power * (now - before[0])
 
 
 Judgment = tuple[str, str, str]  # level, why, action

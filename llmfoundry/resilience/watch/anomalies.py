@@ -39,6 +39,7 @@ class RankTimes:
         xid: error code of the GPU since the last round; 0: none.
         slowed: reasons for throttling of the GPU, as a bit mask of check/nvml.py.
         lost: 1 if the GPU has fallen off the bus since the last round.
+        energy: joules of the GPU since the last round.
     """
 
     compute: float = math.nan
@@ -50,6 +51,7 @@ class RankTimes:
     xid: float = 0.0
     slowed: float = 0.0
     lost: float = 0.0
+    energy: float = 0.0
 
 
 @dataclass(frozen=True)

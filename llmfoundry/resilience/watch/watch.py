@@ -30,6 +30,9 @@ from llmfoundry.resilience.check.outliers import LEAST
 from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
 from llmfoundry.train.trainer import Callback, Trainer
 
+ENERGY = "gpu/energy_kwh"
+"""Energy of all GPUs of the run since its processes started."""
+KWH = 3.6e6  # joules
 _WARM = 3  # first steps, which compile, tune and fill caches
 _SAMPLES = 10  # steps of a round whose forward passes are timed
 _STRETCHES = 20  # intervals between logs, whose median is the usual time
@@ -72,6 +75,7 @@ class Watch(Callback):
         self._ratio = float("nan")  # slowest rank's compute time, divided by the median
         self._gpu: GpuReader | None = None
         self._state = GpuState()  # GPU state in the last round
+        self._joules = 0.0  # of all ranks' GPUs in the rounds so far
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -115,6 +119,16 @@ class Watch(Callback):
             self._share(trainer)
             if trainer.done:
                 self._judge_round(trainer)
+        if trainer.done and self._config.gpu != "off" and trainer.world.device.type == "cuda":
+            self._log_energy(trainer)
+
+    def _log_energy(self, trainer: Trainer) -> None:
+        """Log the energy of the run, with the steps since the last round; collective."""
+        joules = 0.0 if self._gpu is None else self._gpu.take().energy
+        self._joules += sum(all_gather_object(trainer.world, joules))
+        if self._joules:
+            tokens = trainer.batch * trainer.clock.tokens_per_batch
+            trainer.tracker.log(trainer.batch, tokens, {ENERGY: self._joules / KWH})
 
     def _time_next(self, timer: ForwardTimer, batch: int, interval: int) -> None:
         if timer.is_on:
@@ -144,6 +158,8 @@ class Watch(Callback):
         if self._state.temperature:
             metrics["gpu/temperature"] = self._state.temperature
             metrics["gpu/power"] = self._state.power
+        if self._joules:
+            metrics[ENERGY] = self._joules / KWH
 
     def close(self) -> None:
         """Stop reading the GPU."""
@@ -178,6 +194,7 @@ class Watch(Callback):
             gpu.xid,
             gpu.slowed,
             gpu.lost,
+            gpu.energy,
         )
         self._begin_round()
         local_row = torch.tensor([astuple(times)], dtype=torch.float64)  # (1, fields)
@@ -197,6 +214,7 @@ class Watch(Callback):
         if work is not None:
             work.wait()
         table = [RankTimes(*row) for row in rows.tolist()]
+        self._joules += sum(times.energy for times in table)
         if len({times.skipped for times in table}) > 1:
             raise RunFailure(
                 "callbacks.watch: the processes skipped different updates, so that their weights"

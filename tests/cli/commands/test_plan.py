@@ -15,7 +15,7 @@ from llmfoundry.cli.script import run
 from llmfoundry.errors import UserError
 from llmfoundry.plan import fit
 from llmfoundry.plan.seconds import speeds
-from llmfoundry.recipe.hardware import Hardware
+from llmfoundry.recipe.hardware import GPUS, Hardware
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.train import TrainRecipe
 
@@ -42,6 +42,21 @@ def test_days_hours_and_money_follow_from_the_seconds(capsys: pytest.CaptureFixt
     assert own["tokens_per_second_per_gpu"] == pytest.approx(65_536 / own["seconds"] / 8)
     assert sum(own["parts"].values()) == pytest.approx(own["seconds"])
     assert own["checkpoint_bytes"] == 12 * 125_311_488 - 12 * 1024 * 768  # 1,024 positions fewer
+
+
+def test_price_and_energy_are_those_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a price the table's, of the hours and the power limit of its entry."""
+    words = ["tokens=1e9", "layouts=0"]
+    own = as_json(capsys, *words)["own"]
+    assert own["money"] == pytest.approx(GPUS["H100"].price * own["gpu_hours"])
+    assert own["kwh"] == pytest.approx(0.7 * own["gpu_hours"])
+    plan(*words)
+    out = " ".join(capsys.readouterr().out.split())
+    hours = own["gpu_hours"]
+    assert f", {3 * hours:,.0f} US dollars at a typical 3 an hour" in out
+    assert f"at most {0.7 * hours:,.0f} kWh at 700 W a GPU" in out
+    unknown = as_json(capsys, *words, "hardware=8xl40s")["own"]
+    assert unknown["money"] is None and unknown["kwh"] == pytest.approx(0.35 * unknown["gpu_hours"])
 
 
 def test_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
