@@ -262,6 +262,11 @@ def _take_loss(recipe: ResolvedTrainRecipe, loss: LossFunction) -> None:
         )
     if recipe.loss.name != CROSS_ENTROPY:
         raise UserError(f"loss: {name}, but loss.name is {recipe.loss.name}; write one of the two")
+    if recipe.loss.z_loss_weight is not None:
+        raise UserError(
+            f"loss: {name}, but loss.z_loss_weight is of the built-in loss; leave it out, and add a"
+            " z-loss in the function"
+        )
     if isinstance(recipe, ResolvedFinetuneRecipe) and recipe.preference.name != "none":
         raise UserError(
             f"loss: {name}, but preference.name: {recipe.preference.name} is a loss, too; write one"

@@ -98,7 +98,7 @@ from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_siz
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.average import AveragedWeights
-from llmfoundry.train.objective import CROSS_ENTROPY, Objective
+from llmfoundry.train.objective import CrossEntropy, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
 from llmfoundry.train.own_loss import OwnLoss
@@ -224,7 +224,7 @@ def step_settings(
         microbatch=microbatch,
         autocast=build_autocast(recipe.precision, world.device),
         clipping=recipe.gradient_clipping,
-        objective=objective or CROSS_ENTROPY,
+        objective=objective or CrossEntropy(recipe.loss.z_loss_weight),
         data_group=world.data_group,
         token_group=world.token_group,
         shard_tokens=token_sharding(root),

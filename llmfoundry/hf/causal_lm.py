@@ -26,7 +26,7 @@ from llmfoundry.hf.rope_by_document import RopeByDocument
 from llmfoundry.inference.hugging_face_slots import angles_by_length
 from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.models.router import Routing
-from llmfoundry.ops.loss import cap, chunk_tokens, linear_cross_entropy
+from llmfoundry.ops.loss import cap, chunk_tokens, linear_losses
 from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
 from llmfoundry.recipe.model import HFModelConfig
 
@@ -245,17 +245,29 @@ class HFCausalLM(nn.Module):
             labels: (...), token ids or IGNORE.
             weights: (...), weight of each label; None: 1.
         """
+        return self.losses(hidden, labels, weights)[0]
+
+    def losses(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        *,
+        z_loss_weight: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of cross-entropy and z-loss, and the z-loss; see `Decoder.losses`."""
         # a plain head: logits are fused with the loss
         assert self._head is not None, "hidden states come from `run`"
         if not isinstance(self._head, str):
             scale, softcap = self._head
-            return linear_cross_entropy(
+            return linear_losses(
                 hidden,
                 self.head_weight,
                 labels,
                 scale=scale,
                 softcap=softcap,
                 weights=weights,
+                z_loss_weight=z_loss_weight,
                 chunk=self.loss_chunk,
             )
 
@@ -267,16 +279,26 @@ class HFCausalLM(nn.Module):
         chunks = zip(
             hidden.split(size), labels.split(size), weights.flatten().split(size), strict=True
         )
-        total = hidden.new_zeros((), dtype=torch.float32)
+        total = z_total = hidden.new_zeros((), dtype=torch.float32)
         for chunk in chunks:
-            total = total + checkpoint(self._chunk_loss, *chunk, use_reentrant=False)
-        return total
+            loss, z_loss = checkpoint(
+                self._chunk_losses, *chunk, z_loss_weight, use_reentrant=False
+            )
+            total, z_total = total + loss, z_total + z_loss.detach()
+        return total, z_total
 
-    def _chunk_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the cross-entropy of a chunk (C, D) with labels (C,)."""
+    def _chunk_losses(
+        self, hidden: Tensor, labels: Tensor, weights: Tensor, z_loss_weight: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return `losses` of a chunk (C, D) with labels (C,)."""
         logits = self._own_head(hidden).float()
         nats = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-        return (nats * weights).sum()
+        total = (nats * weights).sum()
+        if not z_loss_weight:
+            return total, torch.zeros_like(total)
+        squares = torch.where(labels == IGNORE, 0, logits.logsumexp(-1).square())
+        z_loss = z_loss_weight * (squares * weights).sum()
+        return total + z_loss, z_loss
 
     def _own_head(self, hidden: Tensor) -> Tensor:
         """Compute logits with the class's forward pass.

@@ -41,7 +41,7 @@ from llmfoundry.models.router import Routed, Routing, over_layers
 from llmfoundry.models.tensor_parallel import TensorRanks
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
-from llmfoundry.ops.loss import VocabularyShard, cap, linear_cross_entropy, linear_log_probs
+from llmfoundry.ops.loss import VocabularyShard, cap, linear_log_probs, linear_losses
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
@@ -324,14 +324,29 @@ class Decoder(nn.Module):
             labels: (...) int64; -100 is ignored.
             weights: (...) weight of each label; None: 1.
         """
+        return self.losses(hidden, labels, weights)[0]
+
+    def losses(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        *,
+        z_loss_weight: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of cross-entropy and z-loss, and the z-loss, which has no gradient.
+
+        The z-loss is `z_loss_weight` times the sum of squared log-sum-exps of the logits.
+        """
         hidden, weight, shard = self._head_operands(hidden)
-        return linear_cross_entropy(
+        return linear_losses(
             hidden,
             weight,
             labels,
             scale=self.logit_scale,
             softcap=self.config.final_logit_softcapping,
             weights=weights,
+            z_loss_weight=z_loss_weight,
             chunk=self.loss_chunk,
             shard=shard,
         )

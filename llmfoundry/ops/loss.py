@@ -1,11 +1,11 @@
 """Cross-entropy and log-probabilities of an output head, without materializing all logits.
 
-Entry points: `linear_cross_entropy` for training and validation, `linear_log_probs` for preference
-tuning. The idea: a `HeadPass` computes the logits of one chunk of tokens at a time. While they are
-in memory, it computes the loss and adds the chunk's part to the gradients. The backward pass of
-the cross-entropy only scales these gradients. For log-probabilities the upstream gradient differs
-per token and is known only in the backward pass, which recomputes the logits of each chunk. This
-costs a fourth matmul over the head and no memory.
+Entry points: `linear_losses` for training, `linear_cross_entropy` for validation,
+`linear_log_probs` for preference tuning. The idea: a `HeadPass` computes the logits of one chunk of
+tokens at a time. While they are in memory, it computes the loss and adds the chunk's part to the
+gradients. The backward pass of the cross-entropy only scales these gradients. For log-probabilities
+the upstream gradient differs per token and is known only in the backward pass, which recomputes the
+logits of each chunk. This costs a fourth matmul over the head and no memory.
 
 Between the matmuls, PyTorch operations (`_plain_loss`) or, on CUDA, one kernel of `loss_triton.py`
 (`_fused_loss`) turn the logits of a chunk into losses and gradients. `has_kernel` selects.
@@ -41,7 +41,12 @@ times the time of the matmuls at 256 tokens, 0.12 at 4,096 and 0.06 at 8,192."""
 CUDA_TILE = 128  # tokens that a kernel computes together: chunks are multiples of it
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, **settings: Any) -> Tensor:
+    """Return the sum of the cross-entropy, (), with the settings of `linear_losses`."""
+    return linear_losses(hidden, weight, labels, **settings)[0]
+
+
+def linear_losses(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -49,10 +54,16 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     weights: Tensor | None = None,
+    z_loss_weight: float = 0.0,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
-) -> Tensor:
-    """Return (), fp32: the sum of -log softmax(cap(hidden @ weight.T))[label] over labeled tokens.
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of cross-entropy and z-loss, and the z-loss, each (), in fp32.
+
+    With the logits y = cap(hidden @ weight.T), the losses of a labeled token are
+    -log softmax(y)[label] and z_loss_weight * logsumexp(y)^2. The z-loss keeps the log-sum-exp near
+    0, on which the cross-entropy does not depend (PaLM: Chowdhery et al., 2022, section 5). The
+    second result is for logs and has no gradient.
 
     Matmuls run in autocast's dtype if it is enabled; softmax and sums in fp32.
 
@@ -63,6 +74,7 @@ def linear_cross_entropy(
         scale: factor on the logits.
         softcap: logits become c * tanh(logits / c), after the scale; None: no cap.
         weights: (...), loss weight of each token; None: 1.
+        z_loss_weight: factor on the squared log-sum-exp; 0: no z-loss.
         chunk: tokens whose logits are in memory at a time; None: chosen for the device.
         shard: the rows of the head in `weight`, under tensor parallelism; None: all rows. Every
             rank passes the same tokens and gets the same result, but only its summand of the
@@ -74,7 +86,7 @@ def linear_cross_entropy(
     if labeled is not None:
         hidden, labels = hidden[labeled], labels[labeled]
         weights = None if weights is None else weights[labeled]
-    options = HeadOptions(product_dtype(hidden), scale, softcap, chunk, shard)
+    options = HeadOptions(product_dtype(hidden), scale, softcap, chunk, shard, z_loss_weight)
     with torch.autocast(hidden.device.type, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, labels, weights, options)
 
@@ -90,17 +102,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor | None,
         options: HeadOptions,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         wants = ctx.needs_input_grad[:2]
         run = HeadPass(hidden, weight, labels, options, wants=wants)
         total = hidden.new_zeros((), dtype=run.wide)
+        z_total = torch.zeros_like(total)
         for part in run.parts():
             factor = None if weights is None else weights[part, None]
-            nats = run.nats(part, factor)
+            nats, z_loss = run.losses(part, factor)
             total += (nats if factor is None else nats * factor).sum()
+            if z_loss is not None:
+                z_total += (z_loss if factor is None else z_loss * factor).sum()
+        if options.z_weight:
+            total += z_total
         ctx.save_for_backward(run.grad_hidden, run.grad_weight)
         ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
-        return total
+        ctx.mark_non_differentiable(z_total)
+        return total, z_total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,7 +180,7 @@ class _LinearLogProbs(torch.autograd.Function):
         run = HeadPass(hidden, weight, labels, options, wants=(False, False))
         log_probs = hidden.new_empty(len(hidden), dtype=run.wide)
         for part in run.parts():
-            log_probs[part] = -run.nats(part)[:, 0]
+            log_probs[part] = -run.losses(part)[0][:, 0]
         return log_probs
 
     @staticmethod
@@ -172,7 +190,7 @@ class _LinearLogProbs(torch.autograd.Function):
         run = HeadPass(hidden, weight, labels, ctx.options, wants=ctx.needs_input_grad[:2])
         factor = -ctx.options.scale * grad[:, None]
         for part in run.parts():
-            run.nats(part, factor[part])
+            run.losses(part, factor[part])
         grad_weight = None if run.grad_weight is None else run.grad_weight.to(weight.dtype)
         return run.grad_hidden, grad_weight, None, None
 
@@ -303,6 +321,7 @@ class HeadOptions:
         chunk: tokens per chunk; None: the result of `chunk_tokens`.
         shard: this rank's rows of a head sharded by vocabulary; the gradient of hidden states is
             then this rank's summand. None: all rows.
+        z_weight: factor on the squared log-sum-exp of the logits; 0: no z-loss.
     """
 
     dtype: torch.dtype
@@ -310,10 +329,11 @@ class HeadOptions:
     softcap: float | None = None
     chunk: int | None = None
     shard: VocabularyShard | None = None
+    z_weight: float = 0.0
 
 
 class HeadPass:
-    """One pass over all chunks. For each chunk, call `nats`.
+    """One pass over all chunks. For each chunk, call `losses`.
 
     Attributes:
         wide: dtype of softmax and sums: fp32 or float64.
@@ -357,16 +377,17 @@ class HeadPass:
         for start in range(0, len(self._hidden), self._chunk):
             yield slice(start, start + self._chunk)
 
-    def nats(self, part: slice, factor: Tensor | None = None) -> Tensor:
+    def losses(self, part: slice, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the losses of a chunk, and add its gradients if any are wanted.
 
         Args:
             part: the chunk.
-            factor: (n, 1), upstream gradient of the nats; None: 1. The caller applies the factor
+            factor: (n, 1), upstream gradient of the losses; None: 1. The caller applies the factor
                 `scale` of the logits to the gradients.
 
         Returns:
-            (n, 1), -log softmax(cap(hidden @ weight.T))[label]; 0 if unlabeled.
+            (n, 1), -log softmax(cap(hidden @ weight.T))[label], and the z-loss (n, 1), None without
+            one; 0 if unlabeled.
         """
         low_hidden = self._hidden[part].to(self._weight.dtype)
         target, options = self._labels[part], self._options
@@ -376,7 +397,7 @@ class HeadPass:
             self._products.logits(low_hidden, self._weight), target, factor, options, self._wants
         )
         if loss.grad is None:
-            return loss.nats
+            return loss.nats, loss.z_loss
         low_grad = loss.grad if is_fused else self._products.narrow(loss.grad)
         # PyTorch operations do not mask unlabeled tokens in tensors of width V; it is cheaper in D
         keep = None if is_fused else (target != IGNORE)[:, None]
@@ -386,7 +407,7 @@ class HeadPass:
         if self.grad_weight is not None:
             low_hidden = low_hidden if keep is None else low_hidden * keep
             self._products.add_product(self.grad_weight, low_grad, low_hidden)
-        return loss.nats
+        return loss.nats, loss.z_loss
 
 
 class LogitLoss(NamedTuple):
@@ -394,12 +415,14 @@ class LogitLoss(NamedTuple):
 
     Attributes:
         nats: (n, 1), -log softmax(capped logits)[label]; 0 if unlabeled.
+        z_loss: (n, 1), z_weight * logsumexp(capped logits)^2; 0 if unlabeled. None: no z-loss.
         grad: (n, V), gradient of the capped and scaled logits, divided by the scale: in the dtype
             of matmuls from the kernel, in that of the logits from PyTorch operations, where rows of
             unlabeled tokens are undefined. None: not computed.
     """
 
     nats: Tensor
+    z_loss: Tensor | None
     grad: Tensor | None
 
 
@@ -431,18 +454,27 @@ def _plain_loss(
         local_target = torch.where(mine, at_target, 0)
         log_sum, at_target = shard.meet(local_log_sum, local_target)
         shares.mul_((local_log_sum - log_sum).exp())
-    nats = torch.where(keep, log_sum - at_target, 0.0)
+    nats, z_loss = torch.where(keep, log_sum - at_target, 0.0), _z_loss(log_sum, keep, options)
     if not wants:
-        return LogitLoss(nats, None)
+        return LogitLoss(nats, z_loss, None)
 
     # gradient of the logits: softmax - 1 at the label; one index per row is deterministic
+    if options.z_weight:
+        shares.mul_(1 + 2 * options.z_weight * log_sum)
     one = 1 if shard is None else mine.to(shares.dtype)
     shares.scatter_(1, index, shares.gather(1, index) - one)
     if slope is not None:
         shares.mul_(slope)
     if factor is not None:
         shares.mul_(factor)
-    return LogitLoss(nats, shares)
+    return LogitLoss(nats, z_loss, shares)
+
+
+def _z_loss(log_sum: Tensor, keep: Tensor, options: HeadOptions) -> Tensor | None:
+    """Return the z-loss (n, 1) of tokens with a label; None if there is none."""
+    if not options.z_weight:
+        return None
+    return torch.where(keep, options.z_weight * log_sum.square(), 0.0)
 
 
 def _fused_loss(
@@ -453,24 +485,26 @@ def _fused_loss(
     With a sharded head it runs twice, as the log-sum-exp needs communication.
     """
     run, shard, grad_dtype = torch.ops.llmfoundry.logit_pass, options.shard, options.dtype
-    settings = (None if shard is None else shard.first, options.scale, options.softcap)
+    first = None if shard is None else shard.first
+    settings = (first, options.scale, options.softcap, options.z_weight)
     local_dtype = grad_dtype if wants and shard is None else None
     log_sum, at_target = run(logits, labels, factor, None, *settings, local_dtype)
     if shard is not None:
         log_sum, at_target = shard.meet(log_sum, at_target)
         if wants:
             run(logits, labels, factor, log_sum, *settings, grad_dtype)
-    nats = torch.where((labels != IGNORE)[:, None], log_sum - at_target, 0.0)
+    keep = (labels != IGNORE)[:, None]
+    nats, z_loss = torch.where(keep, log_sum - at_target, 0.0), _z_loss(log_sum, keep, options)
     if not wants:
-        return LogitLoss(nats, None)
-    return LogitLoss(nats, logits.view(grad_dtype)[:, : logits.shape[1]])
+        return LogitLoss(nats, z_loss, None)
+    return LogitLoss(nats, z_loss, logits.view(grad_dtype)[:, : logits.shape[1]])
 
 
 @torch.library.custom_op(
     "llmfoundry::logit_pass",
     mutates_args=("logits",),
     schema="(Tensor(a!) logits, Tensor labels, Tensor? factor, Tensor? log_sum, int? first,"
-    " float scale, float? softcap, ScalarType? grad_dtype) -> (Tensor, Tensor)",
+    " float scale, float? softcap, float z_weight, ScalarType? grad_dtype) -> (Tensor, Tensor)",
 )
 def logit_pass(
     logits: Tensor,
@@ -480,6 +514,7 @@ def logit_pass(
     first: int | None,
     scale: float,
     softcap: float | None,
+    z_weight: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel over uncapped logits; an operator, so that it runs on fake tensors, too.
@@ -492,6 +527,7 @@ def logit_pass(
         first: token id of the first column of a sharded head; None: the head is not sharded.
         scale: factor on the logits.
         softcap: as in `cap`.
+        z_weight: factor on the squared log-sum-exp, for the gradient.
         grad_dtype: dtype of the gradients; None: they are not computed.
 
     Returns:
@@ -501,7 +537,7 @@ def logit_pass(
     from llmfoundry.ops import loss_triton
 
     return loss_triton.logit_pass(
-        logits, labels, factor, log_sum, first, scale, softcap, grad_dtype
+        logits, labels, factor, log_sum, first, scale, softcap, z_weight, grad_dtype
     )
 
 
@@ -592,10 +628,12 @@ def reference_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     weights: Tensor | None = None,
+    z_loss_weight: float = 0.0,
 ) -> Tensor:
-    """Return `linear_cross_entropy` computed with all logits at once, as a reference for tests."""
-    logits = cap(hidden.flatten(0, -2) @ weight.T, scale, softcap)
-    nats = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none")
+    """Return `linear_losses` computed with all logits at once, as a reference for tests."""
+    logits, labels = cap(hidden.flatten(0, -2) @ weight.T, scale, softcap), labels.flatten()
+    nats = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+    nats = nats + z_loss_weight * torch.where(labels == IGNORE, 0, logits.logsumexp(-1).square())
     return (nats if weights is None else nats * weights.flatten()).sum()
 
 

@@ -45,6 +45,7 @@ def logit_kernel(
     first: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
+    z_weight: tl.tensor,
     IGNORED: tl.constexpr,
     STATISTICS: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -93,8 +94,8 @@ def logit_kernel(
         tl.store(log_sums + row, tl.where(keep, log_sum, 0.0))
         tl.store(targets + row, tl.where(keep, at_target, 0.0))
     else:
-        top = tl.load(log_sums + row)
-        rest = 1.0
+        log_sum = tl.load(log_sums + row)
+        top, rest = log_sum, 1.0
 
     if GRADIENT:
         # 16-bit gradients fill the first half of the row: every store overwrites logits of this
@@ -110,7 +111,7 @@ def logit_kernel(
         factor = 1.0
         if WEIGHTED:
             factor = tl.load(factors + row).to(tl.float32)
-        of_share = factor / rest
+        of_share = factor * (1.0 + 2.0 * z_weight * log_sum) / rest  # the derivative of log_sum^2
         for start in range(0, V, WIDTH):
             column = start + tl.arange(0, WIDTH)
             mask = column < V
@@ -132,6 +133,7 @@ def logit_pass(
     first: int | None,
     scale: float,
     softcap: float | None,
+    z_weight: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """`loss.logit_pass` on CUDA."""
@@ -150,6 +152,7 @@ def logit_pass(
         first or 0,
         scale,
         softcap or 1.0,
+        z_weight,
     )
     flags = {
         "IGNORED": IGNORE,

@@ -66,6 +66,11 @@ class FinetuneRecipe(TrainRecipe):
                 f"loss.name: {self.loss.name}, but preference.name: {self.preference.name} has a"
                 " loss, too; write preference.name: none, or loss.name: cross_entropy"
             )
+        if self.preference.name != "none" and self.loss.z_loss_weight is not None:
+            yield (
+                f"loss.z_loss_weight: has no effect with preference.name: {self.preference.name},"
+                " whose loss has no z-loss; leave it out, or write preference.name: none"
+            )
         if self.model.quantize != "none" and self.adapter.name == "none":
             yield (
                 f"model.quantize: {self.model.quantize} keeps matrices that cannot train; write"

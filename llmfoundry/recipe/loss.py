@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmfoundry.recipe.choice_table import SHIPPED, ChoiceRecord, ChoiceTable, check_settings
-from llmfoundry.recipe.schema import check_fields, choice
+from llmfoundry.recipe.schema import POSITIVE, Only, check_fields, choice
 
 CROSS_ENTROPY = "cross_entropy"
 
@@ -37,6 +37,10 @@ class LossConfig:
 
     name: Annotated[str, choice(LOSSES)] = CROSS_ENTROPY
     """The loss. Plugins add others; preference tuning has its own (preference.name)."""
+    z_loss_weight: Annotated[float | None, POSITIVE, Only("name", CROSS_ENTROPY)] = None
+    """Weight of the z-loss of the logits, the mean squared logsumexp over labeled tokens. It keeps
+    logits small in long runs; 1e-4 in PaLM and 1e-5 in OLMo 2; unset: no z-loss. The metric
+    loss/train/z_loss has it. (The router's: model.ffn_config.moe_zloss_weight.)"""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of a loss that a plugin adds."""
 

@@ -28,6 +28,8 @@ Look = Callable[[Batch, Callable[[Batch], Callable[[Decoder, Tensor], Tensor]]],
 `factory(microbatch)` returns the function that maps the model and hidden states to the result."""
 
 
+Z_LOSS = "z_loss"
+"""Among the reported sums: the part of the loss sum that `train_step` reports under this name."""
 OWN_COUNT = "own count"
 """Among the reported sums: the divisor of the loss, if it is only known with the sums. Then the
 result of `Objective.count` is provisional, and `train_step` corrects the gradients."""
@@ -62,9 +64,13 @@ class Objective(Protocol):
 
 
 class CrossEntropy:
-    """Cross-entropy in nats: the weighted mean over labeled tokens."""
+    """Cross-entropy in nats: the weighted mean over labeled tokens, with the z-loss of logits."""
 
     is_cross_entropy = True
+
+    def __init__(self, z_loss_weight: float | None = None) -> None:
+        """Set the weight of the z-loss; None: no z-loss."""
+        self._z_loss_weight = z_loss_weight
 
     def prepare(self, batch: Batch, look: Look, data_group: dist.ProcessGroup | None) -> Batch:
         """Return the batch unchanged."""
@@ -75,10 +81,15 @@ class CrossEntropy:
         return (batch.labels != IGNORE).sum() if batch.weights is None else batch.weights.sum()
 
     def of(self, batch: Batch) -> Finish:
-        """Return the function that computes the sum of the cross-entropy."""
+        """Return the function that computes the sum of the cross-entropy, and of the z-loss."""
 
         def finish(model: Decoder, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return model.loss(hidden, batch.labels, batch.weights), {}
+            if self._z_loss_weight is None:
+                return model.loss(hidden, batch.labels, batch.weights), {}
+            total, z_loss = model.losses(
+                hidden, batch.labels, batch.weights, z_loss_weight=self._z_loss_weight
+            )
+            return total, {Z_LOSS: z_loss}
 
         return finish
 

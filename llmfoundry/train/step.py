@@ -30,6 +30,7 @@ from llmfoundry.telemetry import span
 from llmfoundry.train.objective import (
     CROSS_ENTROPY,
     OWN_COUNT,
+    Z_LOSS,
     Look,
     Objective,
     sum_over_processes,
@@ -47,8 +48,8 @@ class StepResult:
             per labeled token) plus the auxiliary losses of routers.
         grad_norm: (), global L2 norm of the gradient before clipping.
         count: (), labeled tokens of the global batch, or another divisor of the objective.
-        parts: with auxiliary losses, the summands of `loss`: the objective's, named `loss`, and
-            those of `Routing.losses`; else empty.
+        parts: with auxiliary losses, the summands of `loss`: the objective's, named `loss`, those
+            of `Routing.losses`, and `z_loss`, that of logits; else empty.
         routing: load and probability of every expert over the global batch; None without experts.
         reported: sums over the global batch that the objective's `metrics` are computed from.
         overflow: rows that exceeded parallel.expert_capacity on any rank, for which the passes of
@@ -187,6 +188,9 @@ def train_step(
         count = reported.pop(OWN_COUNT)
         losses["loss"] = _correct_divisor(parameters, losses["loss"], divisors[0], count)
     loss = sum(losses.values(), torch.zeros_like(losses["loss"]))
+    if Z_LOSS in reported:
+        losses[Z_LOSS] = reported.pop(Z_LOSS) / divisors[0]
+        losses["loss"] = losses["loss"] - losses[Z_LOSS]
 
     # clip the gradients
     with span("optimizer"):

@@ -77,6 +77,9 @@ def test_a_loss_of_the_built_in_ones_name_is_refused(here: Path) -> None:
 
     with pytest.raises(lf.UserError, match="loss: the function is called cross_entropy"):
         lf.train("tiny.yaml", {"run_name": "refused"}, loss=cross_entropy)
+    overrides = {"run_name": "refused", "loss.z_loss_weight": 1e-4}
+    with pytest.raises(lf.UserError, match=r"loss\.z_loss_weight is of the built-in loss"):
+        lf.train("tiny.yaml", overrides, loss=lambda model, batch: -model.log_probs())
 
 
 def test_texts_of_a_program_are_taken_literally(

@@ -55,6 +55,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "dbrx-reference": dbrx(moe_impl="torch", mlp_type="mlp", moe_top_k=3),
 }
 
+Z_LOSSES = {"learned": 0.01, "untied": 0.01}
+"""Weights of the z-loss of the logits, by model; the others have none."""
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -42,9 +42,10 @@ from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
 from llmfoundry.train.callbacks import OptimizerMonitor
+from llmfoundry.train.objective import CrossEntropy
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
-from tests.distributed.layouts import MODELS, Entry
+from tests.distributed.layouts import MODELS, Z_LOSSES, Entry
 from tests.models.test_decoder import make_config
 from tests.warm_scripts import on_ranks
 
@@ -151,6 +152,7 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
                     microbatch=rows,
                     autocast=nullcontext,
                     clipping=GradientClippingConfig("norm", CLIP),
+                    objective=CrossEntropy(Z_LOSSES.get(entry.model)),
                     data_group=world.data_group,
                     token_group=world.token_group,
                     shard_tokens=token_sharding(root),
@@ -161,6 +163,7 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
                 hooks=StepHooks(on_gradients=on_gradients if step == STEPS - 1 else None),
             )
         assert result.count == sum(LABELS)
+        assert ("z_loss" in result.parts) == (entry.model in Z_LOSSES)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     found = monitor.measure(trainer)  # type: ignore[arg-type]
@@ -306,6 +309,8 @@ def plain(entry: Entry, device: torch.device) -> Steps:
         hidden, routing = model.run(batch.tokens, batch.layout)
         logits = model.head(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
+        squares = logits[batch.labels != IGNORE].logsumexp(-1).square()
+        loss = loss + Z_LOSSES.get(entry.model, 0.0) * squares.mean()
         if routing is not None:
             loss = loss + sum(routing.losses.values()) / ROWS
         loss.backward()

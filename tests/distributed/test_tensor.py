@@ -60,6 +60,7 @@ ROUTINE = (
     "overrides-unlike",
     "uneven-tied",
 )
+Z_LOSS = 0.01
 PARTS = [5, 1, 4, 1, 1, 1]  # of a row, as generation with a cache has them
 CONFIG = ParallelConfig(data_parallel_replicate_degree=1, tensor_parallel_degree=2)
 
@@ -92,7 +93,7 @@ def work(rank: int, folder: Path, names: tuple[str, ...]) -> None:
 def measured(model: Decoder) -> dict[str, Tensor]:
     batch = make_batch(weights=True)
     hidden = model(batch.tokens, batch.layout)
-    loss = model.loss(hidden, batch.labels, batch.weights)
+    loss, z_loss = model.losses(hidden, batch.labels, batch.weights, z_loss_weight=Z_LOSS)
     loss.backward()
     grads = [gathered(p, stacked_rows(n, model.config)) for n, p in model.named_parameters()]
     model.zero_grad()
@@ -105,6 +106,7 @@ def measured(model: Decoder) -> dict[str, Tensor]:
         parts = cached(model, batch.tokens.split(PARTS, dim=1), 13)
         return {
             "loss": loss,
+            "z_loss": z_loss,
             "logits": model.head(model(batch.tokens, batch.layout)),
             "cached": torch.cat(parts, 1),
             "log_probs": found,
@@ -152,7 +154,9 @@ def test_shared_matrices_give_what_the_plain_decoder_gives(name: str) -> None:
     assert weights is not None
     nats = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="none")
     factors = torch.arange(1.0, 1 + nats.numel())
-    sums = [(nats * weights.flatten()).sum(), -(nats * factors).sum()]
+    squares = torch.where(targets == IGNORE, 0, logits.flatten(0, 1).logsumexp(-1).square())
+    z_loss = Z_LOSS * (squares * weights.flatten()).sum()
+    sums = [(nats * weights.flatten()).sum() + z_loss, -(nats * factors).sum()]
     grads = [
         torch.cat(
             [
@@ -171,6 +175,7 @@ def test_shared_matrices_give_what_the_plain_decoder_gives(name: str) -> None:
     real = torch.arange(13) < 13 - torch.tensor([0, 0, 2, 2])[:, None]  # experts leave out others
     expected = {
         "loss": sums[0],
+        "z_loss": z_loss,
         "logits": logits,
         "cached": torch.cat(parts, 1),
         "log_probs": -nats.view(4, 13),

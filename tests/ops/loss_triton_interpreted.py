@@ -26,9 +26,9 @@ from llmfoundry.ops.packed_layout import IGNORE
 
 CASES: dict[str, dict[str, float]] = {
     "plain": {},
-    "scaled": {"scale": 0.3},
+    "scaled, z-loss": {"scale": 0.3, "z_weight": 0.01},
     "capped": {"softcap": 2.5},
-    "scaled and capped": {"scale": 1.7, "softcap": 30.0},
+    "scaled and capped, z-loss": {"scale": 1.7, "softcap": 30.0, "z_weight": 0.01},
 }
 VOCABULARIES = ((50, False), (1000, True), (1024, False))
 """Sizes, with upstream gradients or not: less than a tile; four tiles, the last one short; four
@@ -51,17 +51,19 @@ def make(vocabulary: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain_formula(
-    logits: Tensor, labels: Tensor, factor: Tensor | None, scale: float, softcap: float | None
+    logits: Tensor, labels: Tensor, factor: Tensor | None, options: HeadOptions
 ) -> LogitLoss:
     """Autograd of the plain formula in float64, divided by the scale as the kernel's gradient."""
-    leaf = logits.double().requires_grad_()
+    leaf, scale, softcap = logits.double().requires_grad_(), options.scale, options.softcap
     capped = scale * leaf if softcap is None else softcap * torch.tanh(scale * leaf / softcap)
     nats = torch.nn.functional.cross_entropy(capped, labels, ignore_index=IGNORE, reduction="none")[
         :, None
     ]
-    total = nats.sum() if factor is None else (nats * factor.double()).sum()
+    squares = torch.where(labels == IGNORE, 0, capped.logsumexp(-1).square())[:, None]
+    z_loss = options.z_weight * squares
+    total = ((nats + z_loss) * (1 if factor is None else factor.double())).sum()
     (grad,) = torch.autograd.grad(total, leaf)
-    return LogitLoss(nats.detach(), grad / scale)
+    return LogitLoss(nats.detach(), z_loss.detach(), grad / scale)
 
 
 def distances(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[float, float]]:
@@ -72,15 +74,18 @@ def distances(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[float,
         for vocabulary, weighted in VOCABULARIES if dtype == torch.float32 else VOCABULARIES[1:2]:
             logits, labels, factor = make(vocabulary, device)
             upstream = factor if weighted else None
-            exact = plain_formula(logits, labels, upstream, options.scale, options.softcap)
+            exact = plain_formula(logits, labels, upstream, options)
             mine = loss._fused_loss(logits, labels, upstream, options, True)
             assert mine.grad is not None and exact.grad is not None
             assert mine.grad.dtype == dtype and mine.grad.data_ptr() == logits.data_ptr()
             assert not mine.grad[labels == IGNORE].any()
             assert torch.equal(mine.nats == 0, exact.nats == 0)
-            nats_error = (mine.nats - exact.nats).abs() / exact.nats.abs().clamp_min(1)
+            assert exact.z_loss is not None and (mine.z_loss is None) == (not options.z_weight)
+            losses = mine.nats if mine.z_loss is None else mine.nats + mine.z_loss
+            exact_losses = exact.nats + exact.z_loss
+            loss_error = (losses - exact_losses).abs() / exact_losses.abs().clamp_min(1)
             gap = (mine.grad.double() - exact.grad).abs() / exact.grad.abs().clamp_min(1)
-            found[f"{name}, {vocabulary}"] = (float(nats_error.max()), float(gap.max()))
+            found[f"{name}, {vocabulary}"] = (float(loss_error.max()), float(gap.max()))
     return found
 
 
@@ -147,11 +152,15 @@ def of_head(shard: VocabularyShard | None, rows: slice) -> list[Tensor]:
     leaves = [x.double() if wide else x for x in (hidden, weight)]
     leaves = [x.requires_grad_() for x in leaves]
     if wide:
-        total = loss.reference_cross_entropy(*leaves, labels, weights=factor, **settings)
+        total = loss.reference_cross_entropy(
+            *leaves, labels, weights=factor, z_loss_weight=0.01, **settings
+        )
         log_probs = loss.reference_log_probs(*leaves, labels, **settings)
     else:
         settings |= {"shard": shard, "chunk": 16}
-        total = loss.linear_cross_entropy(*leaves, labels, weights=factor, **settings)
+        total = loss.linear_cross_entropy(
+            *leaves, labels, weights=factor, z_loss_weight=0.01, **settings
+        )
         log_probs = loss.linear_log_probs(*leaves, labels, **settings)
     grads = torch.autograd.grad(total, leaves)
     others = torch.autograd.grad((log_probs * factor).sum(), leaves)

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from llmfoundry.ops import loss
-from llmfoundry.ops.loss import cap, linear_cross_entropy, reference_cross_entropy
+from llmfoundry.ops.loss import (
+    cap,
+    linear_cross_entropy,
+    linear_losses,
+    reference_cross_entropy,
+)
 from llmfoundry.ops.packed_layout import IGNORE
 
 SHAPES: dict[str, dict[str, float]] = {
@@ -45,6 +50,34 @@ def test_value_and_gradients_equal_pytorchs(
     ours = torch.autograd.grad(loss * 0.3, (hidden, weight))
     theirs = torch.autograd.grad(expected * 0.3, (hidden, weight))
     torch.testing.assert_close(ours, theirs, rtol=tolerance * 10, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_z_loss_is_autograd_of_the_plain_formula(
+    dtype: torch.dtype, tolerance: float, name: str, weighted: bool
+) -> None:
+    hidden, weight, labels = inputs(dtype)
+    scale, softcap = SHAPES[name].get("scale", 1.0), SHAPES[name].get("softcap")
+    logits = hidden @ weight.T * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    factors = torch.linspace(0.5, 2, labels.numel(), dtype=dtype).view(labels.shape)
+    factors = factors if weighted else torch.ones_like(factors)
+    z_loss = 0.05 * (factors * logits.logsumexp(-1).square())[labels != IGNORE].sum()
+    nats = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    total = (nats * factors.flatten()).sum() + z_loss
+    settings = {**SHAPES[name], "z_loss_weight": 0.05, "weights": factors if weighted else None}
+    ours = linear_losses(hidden, weight, labels, **settings)
+    torch.testing.assert_close(ours, (total, z_loss), rtol=tolerance, atol=tolerance)
+    assert not ours[1].requires_grad
+    mine = torch.autograd.grad(ours[0] * 0.3, (hidden, weight))
+    right = torch.autograd.grad(total * 0.3, (hidden, weight))
+    torch.testing.assert_close(mine, right, rtol=tolerance * 10, atol=tolerance * 10)
+    reference = reference_cross_entropy(hidden, weight, labels, **settings)
+    torch.testing.assert_close(reference, total, rtol=tolerance, atol=tolerance)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

@@ -35,6 +35,7 @@ TYPES = {
     "first": "i32",
     "scale": "fp32",
     "softcap": "fp32",
+    "z_weight": "fp32",
 }
 
 

@@ -324,10 +324,13 @@ def test_a_run_in_shards_resumes_alone_with_its_biases(tmp_path: Path) -> None:
 
 def test_a_logged_step_has_all_losses_and_loads(tmp_path: Path) -> None:
     write_recipe(tmp_path)
-    run("train.py", "tiny.yaml", "run_name=loss", *EIGHT, LOSS, cwd=tmp_path)
+    z_loss = "loss.z_loss_weight=0.01"
+    run("train.py", "tiny.yaml", "run_name=loss", *EIGHT, LOSS, z_loss, cwd=tmp_path)
     logged = rows(tmp_path, "loss")
+    # a log-sum-exp is at least the log of the vocabulary, if logits have mean 0
+    assert logged[0]["loss/train/z_loss"] > 0.01 * math.log(257) ** 2
     for row in logged:
-        parts = sum(row[f"loss/train/{name}"] for name in ("loss", "lbl", "z"))
+        parts = sum(row[f"loss/train/{name}"] for name in ("loss", "lbl", "z", "z_loss"))
         assert row["loss/train/total"] == pytest.approx(parts, rel=1e-6)
         bits = row["metrics/train/bits_per_byte"] / row["loss/train/loss"]
         assert bits == pytest.approx(1 / math.log(2), rel=0.02)  # its tokens are bytes

@@ -153,6 +153,7 @@ CHECKED = {
     "preference.beta=-1": "preference.beta: -1",
     "preference.label_smoothing=0.5": "preference.label_smoothing: 0.5",
     "preference.label_smoothing=0.1 preference.loss=ipo": "label_smoothing: has no effect with",
+    "loss.z_loss_weight=1e-4": "loss.z_loss_weight: has no effect with preference.name: dpo, whose",
     "preference.gamma=1": "preference.gamma: has no effect with preference.name: dpo, only",
     "preference.reference=adapter": "preference.reference: adapter needs one to switch off",
     "data.supervised.target_prompts=all": "data.supervised.target_prompts: all, but dpo",

@@ -23,6 +23,7 @@ _TITLES = (
     (rf"loss/{_SPLIT}/loss", "{split} loss of the language model alone", LOSS),
     (rf"loss/{_SPLIT}/lbl", "{split} loss that balances experts", LOSS),
     (rf"loss/{_SPLIT}/z", "{split} loss of the routers' logits", LOSS),
+    (rf"loss/{_SPLIT}/z_loss", "{split} z-loss of the logits", LOSS),
     (rf"loss/{_SPLIT}/sft", "{split} loss of chosen answers", LOSS),
     (rf"metrics/{_SPLIT}/LanguageCrossEntropy", "{split} loss", LOSS),
     (rf"metrics/{_SPLIT}/LanguagePerplexity", "{split} perplexity", LOSS),
