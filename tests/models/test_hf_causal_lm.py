@@ -20,7 +20,7 @@ from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
 from llmfoundry.hf.causal_lm import HFCausalLM, visible
 from llmfoundry.hf.class_weights import check_class, class_config
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import PackedLayout
 from tests.tiny import activations
 
@@ -169,13 +169,19 @@ def test_branches_of_a_tree_are_apart(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "phi", "gemma2", "granite"])
 def test_the_chunked_loss_is_the_class_s(kind: str, tmp_path: Path) -> None:
-    """With its gradients; heads with a bias, a factor and a cap among them."""
+    """With the z-loss and all gradients; heads with a bias, a factor and a cap among them."""
     theirs = save_class(kind, tmp_path)
     ours, x = held(tmp_path), tokens()
     labels = torch.where(torch.rand(x.shape) < 0.3, -100, x.roll(-1, 1))
-    expected = F.cross_entropy(theirs(x).logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = Root(ours)(x, None, lambda model, hidden: model.loss(hidden, labels))  # type: ignore
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    logits = theirs(x).logits
+    z_loss = 0.01 * logits[labels != -100].logsumexp(-1).square().sum()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") + z_loss
+
+    def losses(model: Decoder, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return model.losses(hidden, labels, z_loss_weight=0.01)
+
+    loss, z_part = Root(ours)(x, None, losses)  # type: ignore
+    torch.testing.assert_close((loss, z_part), (expected, z_loss), rtol=1e-5, atol=1e-5)
     expected.backward()
     loss.backward()
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):

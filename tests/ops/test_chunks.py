@@ -33,9 +33,11 @@ CASES: dict[str, tuple[int, int, dict[str, float]]] = {  # tokens, vocabulary, s
     "scaled": (8_192, 50_304, {"scale": 0.5}),
     "capped": (8_192, 50_304, {"softcap": 30.0}),
 }
+NO_TRITON = (8_192, 50_304, {"triton": False})
 SCRIPT = """
 import collections, json, weakref
 from torch.utils._python_dispatch import TorchDispatchMode
+from llmfoundry.ops import loss
 from llmfoundry.ops.loss import linear_cross_entropy
 
 class Watched(TorchDispatchMode):
@@ -71,12 +73,14 @@ class Watched(TorchDispatchMode):
         self.live -= size
 
 def watch(tokens, vocab, settings):
+    has_triton = settings.pop("triton", True)
+    loss._has_triton = lambda: has_triton
     hidden = torch.empty(tokens, WIDTH, device="cuda", requires_grad=True)
     weight = torch.empty(vocab, WIDTH, device="cuda", requires_grad=True)
     labels = torch.empty(tokens, dtype=torch.int64, device="cuda")
     with Watched(vocab) as watched:
-        loss = linear_cross_entropy(hidden, weight, labels, **settings)
-    loss.backward()
+        total = linear_cross_entropy(hidden, weight, labels, **settings)
+    total.backward()
     assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
     return {"peak": watched.peak, "products": watched.products, "touched": watched.touched}
 
@@ -90,7 +94,8 @@ with FakeTensorMode():
 @functools.cache
 def watched() -> dict[str, Any]:
     """Of each case, what its forward pass computes and the most bytes that it holds."""
-    script = f"WIDTH, CASES = {WIDTH}, {CASES!r}\n{SCRIPT}"
+    cases = CASES | {"no Triton": NO_TRITON}
+    script = f"WIDTH, CASES = {WIDTH}, {cases!r}\n{SCRIPT}"
     return json.loads(run_on_fake_cuda(script).splitlines()[-1])
 
 
@@ -141,6 +146,14 @@ def test_only_matmuls_and_the_kernel_touch_logits(name: str) -> None:
         "aten.mm.default": chunks,  # gradients of hidden states
         "aten.addmm.dtype_out": chunks,  # gradient of the head
     }
+
+
+def test_without_triton_pytorch_holds_twice_the_logits() -> None:
+    """The largest tensors are logits and softmax; the gradient's bf16 copy follows later."""
+    tokens, vocab, _ = NO_TRITON
+    ends = (4 + 2) * (vocab + tokens) * WIDTH
+    assert watched()["no Triton"]["peak"] == pytest.approx(8 * tokens * vocab + ends, rel=0.01)
+    assert "llmfoundry.logit_pass.default" not in watched()["no Triton"]["touched"]
 
 
 def test_more_chunks_hold_no_more_logits() -> None:
