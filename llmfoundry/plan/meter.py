@@ -444,12 +444,41 @@ class GpuKernels(TorchFunctionMode):
         """Run `func`, or the fused operator of a GPU."""
         kwargs = kwargs or {}
         if func in (F.rms_norm, torch.rms_norm):
-            x, shape, *rest = args
-            weight, eps = [*rest, *kwargs.values(), None, None][:2]
-            return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+            x, _, *rest = args
+            weight = [*rest, kwargs.get("weight")][0]
+            return _RMSNorm.apply(x, weight)
         if func is F.dropout:
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", True)
             if share and training:
                 return torch.native_dropout(args[0], share, True)[0]
         return func(*args, **kwargs)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm as a GPU computes it: one kernel per pass, which keeps its input and 1 / RMS.
+
+    On fake CPU tensors, PyTorch's fused operator would be several operations on fp32 copies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        def kernel(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+            return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+        y, scale = _as_kernel(kernel)(x, weight)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        def kernel(grad: Tensor, x: Tensor, weight: Tensor | None, scale: Tensor) -> Any:
+            return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+        return _as_kernel(kernel)(*grads, *ctx.saved_tensors)
+
+
+def _as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    what = planned()
+    assert what is not None, "GpuKernels is active only while a GPU is planned for"
+    return what.kernel(function)
