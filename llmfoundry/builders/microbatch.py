@@ -396,6 +396,7 @@ def memory_facts(recipe: ResolvedTrainRecipe, world: World) -> dict[str, Any]:
         "max_seq_len",
         "precision",
         "fp8_recipe",
+        "residual_dtype",
         "compile_mode",
         KEY,
     )

@@ -32,8 +32,14 @@ def build_root(recipe: ResolvedTrainRecipe) -> Root:
     else:
         with torch.device("meta"):
             model = Decoder(recipe.model)
+        model.use_residual_dtype(residual_dtype(recipe))
     model.loss_chunk = recipe.device_loss_chunk_tokens
     return Root(model).to(weight_dtype(recipe.precision))
+
+
+def residual_dtype(recipe: ResolvedTrainRecipe) -> torch.dtype:
+    """Return the dtype of the residual stream under autocast."""
+    return torch.bfloat16 if recipe.residual_dtype == "bf16" else torch.float32
 
 
 def served_precision(precision: str, world: World, note: Callable[[str], None]) -> str:

@@ -462,6 +462,8 @@ def check_kernels(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
     check_format(recipe.parallel.activation_compression, device)
     if recipe.fp8_recipe is not None:
         _check_float8(recipe, device)
+    if recipe.residual_dtype == "bf16" and isinstance(recipe.model, HFModelConfig):
+        raise UserError("residual_dtype: bf16 is for our own decoder; write fp32")
     if recipe.compile_mode is not None:
         if device.type == "cpu" and recipe.parallel.activation_checkpointing == "selective":
             raise UserError(

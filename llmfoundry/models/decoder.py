@@ -167,6 +167,7 @@ class Decoder(nn.Module):
         tensor_ranks: the tensor-parallel ranks; None without tensor parallelism.
         loss_chunk: number of tokens whose logits the loss materializes at a time; None: chosen for
             the device.
+        residual_dtype: dtype of the residual stream under autocast; set by `use_residual_dtype`.
         exchange: context-parallel communication around attention, used in training; None without
             context parallelism.
     """
@@ -174,6 +175,7 @@ class Decoder(nn.Module):
     exchange: ContextExchange | None = None
     tensor_ranks: TensorRanks | None = None
     loss_chunk: int | None = None
+    residual_dtype: torch.dtype = torch.float32
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
@@ -197,6 +199,15 @@ class Decoder(nn.Module):
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         if not self.wte.weight.is_meta:  # a run's is on the meta device until it is sharded
             self.init_weights(SEED)
+
+    def use_residual_dtype(self, dtype: torch.dtype) -> None:
+        """Set the dtype of the residual stream, fp32 or autocast's; norms of the stream follow."""
+        self.residual_dtype = dtype
+        if dtype == torch.float32:
+            return
+        norms = [norm for block in self.blocks for norm in (block.norm_1, block.norm_2)]
+        for norm in [*norms, self.norm_f]:
+            norm.low_precision = True  # type: ignore[union-attr]
 
     def vocabulary(self) -> set[str]:
         """Return the names of the parameters that have one row per token of the vocabulary."""
@@ -405,9 +416,9 @@ class Decoder(nn.Module):
         x = self.wte(tokens) if ranks is None else ranks.embed(self.wte.weight, tokens)
         if self.config.learned_pos_emb:
             x = x + self.wpe(positions if ranks is None else ranks.local_tokens(positions))
-        # FSDP gathers bf16 weights, but the residual stream stays fp32 under autocast
-        if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
-            x = x.float()
+        # FSDP gathers bf16 weights; the dtype of the residual stream does not depend on that
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(self.residual_dtype)
         # scale the gradient of the embedding without changing its value
         fraction = self.config.embedding_fraction
         if fraction < 1:

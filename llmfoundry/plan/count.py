@@ -187,6 +187,7 @@ def _count(
         model,
         recipe.max_seq_len,
         recipe.precision,
+        recipe.residual_dtype,
         recipe.parallel.context_parallel_method,
     ]
     facts += [replace(degrees, replicate=1, shard=1), degrees.is_replicas, device.type]
@@ -403,6 +404,7 @@ def _shallow(recipe: ResolvedTrainRecipe, layers: Sequence[tuple[LayerConfig, _T
             Block(config, i, layer, is_reused=trait.is_taken)
             for i, (layer, trait) in enumerate(layers)
         )
+    model.use_residual_dtype(torch.bfloat16 if recipe.residual_dtype == "bf16" else torch.float32)
     return model.to(torch.bfloat16 if recipe.precision == "bf16" else torch.float32)
 
 

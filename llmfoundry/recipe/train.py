@@ -72,6 +72,7 @@ from llmfoundry.recipe.typed import flat, keep_origin
 PRECISIONS = ("fp32", "amp_bf16", "bf16", "amp_fp8")
 FP8_RECIPES = ("rowwise", "tensorwise")
 FP8 = PRECISIONS[-1]
+RESIDUAL_DTYPES = ("fp32", "bf16")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 AUTO = "auto"  # of `compile`
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs
@@ -128,6 +129,12 @@ class TrainRecipe:
     fp8_emulate: Annotated[bool | None, Only("precision", FP8)] = None
     """Round to fp8 and compute in a wider dtype, slowly but on any device, to try the numerics.
     Default false."""
+    residual_dtype: Annotated[
+        str, choice(RESIDUAL_DTYPES), Only("precision", ("amp_bf16", FP8))
+    ] = "fp32"
+    """Residual stream and the output of its norms in training: fp32, or bf16 for fewer bytes moved
+    and kept, as in torchtitan and OLMo-core. Weights, gradients of shards and optimizer state stay
+    fp32, and evaluation of a finished run computes in fp32."""
     compile: Annotated[bool | str, choice((AUTO,), "true or false")] = AUTO
     """Compile each block with torch.compile: steps are faster after a first step that takes a
     minute. auto: on a GPU, if the steps of the run save more time than compiling takes; a resumed

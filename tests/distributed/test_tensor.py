@@ -199,11 +199,12 @@ def trained(model: Decoder) -> Tensor:
     return loss.detach().double()[None]
 
 
-def work_in_bf16(rank: int, folder: Path) -> None:
+def work_in_bf16(rank: int, folder: Path, residual: torch.dtype) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     model = make_model(make_config(**OPTIONS["learned"]))
+    model.use_residual_dtype(residual)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     apply_tensor_parallel(Root(model), build_mesh(CONFIG, World(rank, 2, rank, CPU)))
     for n, parameter in model.named_parameters():
@@ -216,12 +217,16 @@ def work_in_bf16(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_tokens_that_travel_in_bf16_are_about_as_exact_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_tokens_that_travel_in_bf16_are_about_as_exact_as_one_process(
+    residual: torch.dtype, tmp_path: Path
+) -> None:
     """Beside float64: what a norm gives is rounded where one process would round it."""
-    on_ranks(work_in_bf16, (tmp_path,), 2)
+    on_ranks(work_in_bf16, (tmp_path, residual), 2)
     alone = {}
     for dtype in (torch.float64, torch.float32):
         model = make_model(make_config(**OPTIONS["learned"])).to(dtype)
+        model.use_residual_dtype(residual)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             loss = trained(model)
         grads = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]

@@ -105,6 +105,30 @@ def test_the_same_products_as_a_real_step_by_pytorchs_counter() -> None:
     assert products(count(recipe, Degrees()), rows=3) == counter.get_total_flops()
 
 
+def test_a_gpu_s_rmsnorm_is_one_kernel_that_keeps_its_input() -> None:
+    """As its LayerNorm does, whose bias and mean are hardly any bytes."""
+    blocks = []
+    for norm in ("layernorm", "rmsnorm"):
+        recipe = make_recipe()
+        recipe.model.norm_type, recipe.model.no_bias = norm, True
+        blocks.append(count(recipe, Degrees(), device=GPU).blocks[0])
+    layer, rms = blocks
+    assert rms.kept.row == pytest.approx(layer.kept.row, rel=0.01)
+    assert rms.forward.fixed.launches == layer.forward.fixed.launches
+    assert rms.backward.fixed.launches == layer.backward.fixed.launches
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_a_bf16_residual_stream_keeps_half_of_the_stream(norm: str) -> None:
+    kept = []
+    for dtype in ("fp32", "bf16"):
+        recipe = make_recipe()
+        recipe.model.norm_type, recipe.residual_dtype = norm, dtype
+        kept.append(count(recipe, Degrees(), device=GPU).blocks[0].kept.row)
+    stream = LENGTH * 128  # values that each of two norms keeps
+    assert kept[0] - kept[1] >= 2 * 2 * stream
+
+
 def test_whole_blocks_compute_their_forward_pass_again() -> None:
     plain = count(make_recipe(), Degrees(), device=GPU)
     again = count(make_recipe(activation_checkpointing="whole"), Degrees(), device=GPU)

@@ -58,6 +58,7 @@ LINES = {
     "data.name=shards data.remote=a data.validation.paths=[b]": "data.validation.name: files can",
     "data.validation_fraction=1": "data.validation_fraction: 1.0 is not a fraction; write a num",
     "loss.name=entropy": "loss.name: 'entropy' is not a choice; did you mean 'cross_entropy'? (cho",
+    "residual_dtype=bf16 precision=fp32": "residual_dtype: has no effect with precision: fp32",
     "loss.z_loss_weight=0": "loss.z_loss_weight: 0.0 must be greater than 0",
     "optimizer.name=adam": "optimizer.name: 'adam' is not a choice; did you mean 'adamw'? (choi",
     "optimizer.lr=0": "optimizer.lr: 0.0 must be greater than 0",
