@@ -99,7 +99,7 @@ def test_rows_of_ones_own_fit_the_recipes(name: str) -> None:
 
 def test_all_recipes_of_the_table_are_there() -> None:
     named = "mpt-7b-sft mpt-7b-domain-adapt dbrx-full dbrx-lora llama-8b-sft llama-8b-lora"
-    named += " llama-8b-qlora qwen3-lora llama-8b-dpo mpt-7b-32k llama-8b-128k"
+    named += " llama-8b-qlora qwen3-lora llama-8b-dpo mpt-7b-32k llama-8b-128k qwen3-128k"
     assert {path.stem for path in HUB} == set(named.split())
 
 

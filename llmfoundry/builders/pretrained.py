@@ -493,6 +493,10 @@ def _nested(parts: list[str], value: Any) -> dict[str, Any]:
 
 def _merge(into: dict[str, Any], known: Mapping[str, Any], new: dict[str, Any], at: str) -> None:
     """Merge `new` into `into`, section by section; `known` are the possible keys."""
+    from llmfoundry.hf.rope_keys import ROPES, SETTINGS
+
+    if at.split(".")[-2] in ROPES:  # other keys than now, if another type of scaling is chosen
+        known = dict.fromkeys(sorted(SETTINGS)) | dict(known)
     for key, value in new.items():
         if key not in known:
             raise UserError(

@@ -7,6 +7,7 @@ file has both, they must agree.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,13 @@ from llmfoundry.recipe.model import ModelConfig
 ROPES = ("rope_parameters", "rope_scaling")
 COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 """Keys of both sections that every type of scaling may have."""
+SETTINGS = COMMON | {
+    "short_factor",
+    "long_factor",
+    *YARN_KEYS,
+    *itertools.chain(*ROPE_KEYS.values()),
+}
+"""Keys of both sections that some type of scaling has; transformers' LongRoPE has the first two."""
 
 
 def write_rope(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:

@@ -57,6 +57,7 @@ ROUTINE = (  # between them every way that rows are looked at; the others are sl
     "alibi-gqa-window",
     "latent-q",
     "rope-dynamic",
+    "rope-yarn",
     "softcap",
     "sinks-window",
     "overrides",

@@ -28,7 +28,7 @@ from tests.hf.random_models import (
     ROPE,
     SUM,
     UNTIED,
-    YARN,
+    WARM,
 )
 
 ROWS = 512
@@ -44,7 +44,7 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class, an
     "llama-yarn": ("LlamaForCausalLM", {"attn": MSCALE | GQA, "ffn": GLU, **RMS, **BARE}),
     "qwen2-yarn": (
         "Qwen2ForCausalLM",
-        {"attn": YARN | GQA, "ffn": GLU, **RMS, **BARE, "attention_bias": True},
+        {"attn": WARM | GQA, "ffn": GLU, **RMS, **BARE, "attention_bias": True},
     ),
     "gpt-2": ("GPT2LMHeadModel", {"ffn": MLP | {"ffn_hidden_size": 256}, **LAYERNORM}),
     "starcoder2": ("Starcoder2ForCausalLM", {"attn": ROPE | GQA, "ffn": MLP, **LAYERNORM, **BARE}),

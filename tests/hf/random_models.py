@@ -172,6 +172,12 @@ MSCALE = {  # as published configurations of DeepSeek have it
         mscale_all_dim=1.3,
     ),
 }
+WARM = {  # YaRN with a factor of attention alone, as llama.cpp computes it
+    "rope": True,
+    "rope_hf_config": RopeConfig(
+        type="yarn", factor=8.0, original_max_position_embeddings=100, attention_factor=1.6
+    ),
+}
 DROPOUTS = {"emb_pdrop": 0.2, "resid_pdrop": 0.3}
 ALL = {"sliding_window_size": -1}
 LOCAL = {"local": {"sliding_window_size": 5}}

@@ -5,6 +5,7 @@ llama.cpp itself is asked in `test_llama_cpp.py`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from tests.hf.random_models import (
     MLP,
     ROPE,
     WINDOW,
+    YARN,
     decoder,
     logits,
     settings,
@@ -92,6 +94,30 @@ def test_experts_are_stacked(case: str, tmp_path: Path) -> None:
     assert np.array_equal(read["blk.2.ffn_gate_exps.weight"], gate)
     assert np.array_equal(read["blk.2.ffn_up_exps.weight"], up)
     assert np.array_equal(read["blk.2.ffn_down_exps.weight"], down.swapaxes(1, 2))
+
+
+def test_yarn_is_in_the_settings_that_llama_cpp_multiplies(tmp_path: Path) -> None:
+    """It multiplies cosine and sine by 0.1 ln(factor) + 1, times attn_factor."""
+    for case in ("llama-yarn", "qwen2-yarn"):
+        file = tmp_path / f"{case}.gguf"
+        write_file(model_of(case), trained(), file, architecture=GGUF_CASES[case][0])
+        fields = GGUFReader(file).fields
+        scaling = {
+            name.partition(".rope.scaling.")[2]: field.contents()
+            for name, field in fields.items()
+            if ".rope.scaling." in name
+        }
+        ratio = {  # of DeepSeek's mscale, or what is set
+            "llama-yarn": (0.07 * math.log(8) + 1) / (0.13 * math.log(8) + 1),
+            "qwen2-yarn": 1.6,
+        }[case]
+        attn_factor = pytest.approx(ratio / (0.1 * math.log(8) + 1), rel=1e-6)
+        assert scaling == {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_context_length": 100,
+            "attn_factor": attn_factor,
+        }
 
 
 @pytest.mark.parametrize("case", GGUF_CASES)
@@ -252,6 +278,9 @@ def test_other_models_and_normalizers_are_refused(tmp_path: Path) -> None:
             },
             "softmax_scale",
         ),
+        ({**LLAMA, "attn": YARN}, "rope_hf_config.beta_fast"),
+        ({**LLAMA, "attn": YARN}, "rope_hf_config.beta_slow"),
+        ({**LLAMA, "attn": YARN}, "rope_hf_config.truncate"),
         ({**LLAMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({**LLAMA, "ffn": {**GLU, "ffn_act_fn": "relu"}}, "ffn_act_fn"),
     ],

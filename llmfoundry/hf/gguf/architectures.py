@@ -27,10 +27,10 @@ from llmfoundry.hf.architecture import (
 )
 from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.choose_architecture import choose_architecture
-from llmfoundry.recipe.attention import ResolvedRopeConfig
+from llmfoundry.recipe.attention import BETA_FAST, BETA_SLOW, ResolvedRopeConfig
 from llmfoundry.recipe.model import ResolvedModelConfig
 
-ACTIVATION, SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config.type"
+ACTIVATION, ROPE_SCALING = "ffn_config.ffn_act_fn", "attn_config.rope_hf_config"
 APPROXIMATED = (
     "model.ffn_config.ffn_act_fn: gelu is computed by llama.cpp with the approximation by tanh; its"
     " logits differ by about 0.001, and by nothing more with gelu_tanh"
@@ -57,7 +57,7 @@ class GGUFArchitecture:
 def _scaling(*types: str) -> Requirement:
     """Return the requirement that RoPE scaling is absent or has one of these types."""
     return Requirement(
-        SCALING,
+        f"{ROPE_SCALING}.type",
         None,
         lambda c: c.attn_config.rope_hf_config.type in ("no_scaling", *types),
         f"one of {', '.join(('no_scaling', *types))}",
@@ -73,6 +73,20 @@ SUM_TO_ONE = Requirement(
     NORMALIZE, 1.0, lambda c: not is_mixture(c) or c.ffn_config.moe_normalize_expert_weights == 1
 )
 NO_SCALE = Requirement(SCALE, must="head_dim**-0.5")
+YARN_BOUNDS = (
+    Requirement(
+        f"{ROPE_SCALING}.beta_fast",
+        BETA_FAST,
+        lambda c: c.attn_config.rope_hf_config.beta_fast in (None, BETA_FAST),
+    ),
+    Requirement(
+        f"{ROPE_SCALING}.beta_slow",
+        BETA_SLOW,
+        lambda c: c.attn_config.rope_hf_config.beta_slow in (None, BETA_SLOW),
+    ),
+    Requirement(f"{ROPE_SCALING}.truncate", True),
+)
+"""What llama.cpp computes of YaRN whatever a file says; every architecture requires it."""
 _LLAMA = GGUFArchitecture(
     "llama", (SILU, _scaling("linear", "llama3", "yarn")), is_interleaved=True
 )
@@ -96,7 +110,8 @@ SHAPES: dict[str, GGUFArchitecture] = {
 def _narrowed(name: str) -> Architecture:
     """Return the entry of a class with llama.cpp's requirements added, and without windows."""
     architecture = ARCHITECTURES[name]
-    return replace(architecture, needs=(*architecture.needs, *SHAPES[name].needs), windows=None)
+    needs = (*architecture.needs, *SHAPES[name].needs, *YARN_BOUNDS)
+    return replace(architecture, needs=needs, windows=None)
 
 
 def choose(config: ResolvedModelConfig, architecture: str | None) -> str:
@@ -178,8 +193,6 @@ def _add_scaling(writer: Any, scaling: ResolvedRopeConfig) -> None:
     writer.add_rope_scaling_factor(scaling.factor)
     if scaling.type == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
-        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
-        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
         # llama.cpp multiplies its own factor by this number
         usual = 0.1 * math.log(scaling.factor) + 1
         writer.add_rope_scaling_attn_factors(scaling.table_scale / usual)
