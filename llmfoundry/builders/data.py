@@ -35,6 +35,7 @@ from llmfoundry.data.sources import (
 )
 from llmfoundry.data.store_errors import is_missing
 from llmfoundry.data.supervised.packed_examples import (
+    ExampleCounts,
     PackedExamples,
     PackOptions,
     SupervisedHeldOut,
@@ -67,12 +68,14 @@ class RunData:
 
     Attributes:
         streams: training streams, in the recipe's order.
-        weights: initial proportion of each stream.
+        weights: initial share of the sequences of each stream.
         epoch_rows: sequences per epoch.
         validation: held-out text; no sequences if there is none.
         bytes_per_token: ratio in the training text; an estimate for MDS shards.
         summary: lines to log: counts, sizes, and dropped examples.
         bad_rows: lines of the summary about invalid rows, which are skipped.
+        units: how many of data.proportion_unit a sequence of each stream has, on average. A
+            proportion divided by it is a share of the sequences.
     """
 
     streams: tuple[Stream, ...]
@@ -82,6 +85,7 @@ class RunData:
     bytes_per_token: float
     summary: str
     bad_rows: tuple[str, ...] = ()
+    units: tuple[float, ...] = ()
 
     def validation_texts(self) -> list[str]:
         """Return the held-out documents."""
@@ -97,6 +101,15 @@ class _Opened:
     notes: list[str]
     validation: list[HeldOut] = field(default_factory=list)
     bad_rows: list[str] = field(default_factory=list)
+    counts: ExampleCounts | None = None
+
+    def per_sequence(self, unit: str, seq_len: int) -> float:
+        """Return how many of `unit`, a value of data.proportion_unit, a sequence has on average."""
+        if unit == "sequences":
+            return 1.0
+        if self.counts is None:  # text
+            return float(seq_len)
+        return max(1, getattr(self.counts, unit)) / max(1, self.counts.rows)
 
 
 @dataclass(frozen=True)
@@ -125,8 +138,9 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
     if held_out is not config.validation:
         opening.notes.append("data.validation: not read, as eval.validation is false")
     n_rows = [each.stream.n_rows for each in opened]
+    units = tuple(each.per_sequence(config.proportion_unit, recipe.max_seq_len) for each in opened)
     if config.streams:
-        weights, epoch_rows = stream_weights(config.streams, n_rows)
+        weights, epoch_rows = stream_weights(config.streams, n_rows, units)
     else:
         weights, epoch_rows = (1.0,), n_rows[0]
     parts = np.array(weights) / sum(weights)
@@ -139,6 +153,7 @@ def open_data(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, world: World) -
         bytes_per_token=float(parts @ [each.bytes_per_token for each in opened]),
         summary="\n".join(lines + opening.notes),
         bad_rows=tuple([line for each in opened for line in each.bad_rows] + opening.bad_rows),
+        units=units,
     )
 
 
@@ -371,7 +386,7 @@ class _Opening:
             )
         ratio = max(1, counts.loss_bytes) / max(1, counts.loss_tokens)
         stream = OrderedStream(rows, self._order(rows.sizes))
-        return _Opened(stream, ratio, lines, validation, bad_lines(key, store.facts))
+        return _Opened(stream, ratio, lines, validation, bad_lines(key, store.facts), counts)
 
     def _validation_rows(
         self, source: SourceConfig

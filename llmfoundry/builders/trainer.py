@@ -506,7 +506,8 @@ def build_phases(recipe: ResolvedTrainRecipe, data: RunData, clock: Clock) -> li
                 f"data.phases[{n}].at: {phase.at} lies before the phase above it; write the phases"
                 " in the order in which they begin"
             )
-        weights = tuple(float(phase.proportions.get(s.name, 0)) for s in data.streams)
+        shares = zip(data.streams, data.units, strict=True)
+        weights = tuple(float(phase.proportions.get(s.name, 0)) / unit for s, unit in shares)
         phases.append(Phase(math.ceil(at - 1e-9), weights))
         before = at
     return phases

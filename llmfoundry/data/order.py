@@ -453,14 +453,20 @@ class Mixture:
 
 
 def stream_weights(
-    streams: Mapping[str, StreamConfig], n_rows: Sequence[int]
+    streams: Mapping[str, StreamConfig], n_rows: Sequence[int], units: Sequence[float]
 ) -> tuple[tuple[float, ...], int]:
     """Compute the weight of each stream from `proportion`, or from `choose` and `repeat`.
+
+    Args:
+        streams: of the recipe.
+        n_rows: sequences of each stream.
+        units: how many of what `proportion` is a share of are in a sequence of each stream.
 
     Returns:
         The weights, and the number of samples in an epoch of the mixture.
     """
-    parts = [_part(stream, rows) for stream, rows in zip(streams.values(), n_rows, strict=True)]
+    counts = zip(streams.values(), n_rows, units, strict=True)
+    parts = [_part(stream, rows, unit) for stream, rows, unit in counts]
     if not sum(parts) > 0:
         raise UserError("data.streams: no stream has a part; give one a choose or repeat above 0")
     if all(stream.proportion is None for stream in streams.values()):
@@ -469,9 +475,9 @@ def stream_weights(
     return tuple(parts), sum(used)
 
 
-def _part(stream: StreamConfig, n_rows: int) -> float:
+def _part(stream: StreamConfig, n_rows: int, unit: float) -> float:
     if stream.proportion is not None:
-        return float(stream.proportion)
+        return stream.proportion / unit
     if stream.choose is not None:
         return float(stream.choose)
     return float(n_rows * (1 if stream.repeat is None else stream.repeat))

@@ -222,6 +222,7 @@ class SupervisedConfig:
 
 
 BATCHING = ("stratified", "per_stream")
+UNITS = ("sequences", "tokens", "loss_tokens", "examples")
 DEDUPLICATION = ("none", "exact", "minhash")
 TOKEN_TYPES = ("int64", "uint64", "int32", "uint32", "int16", "uint16", "int8", "uint8")
 TOKEN_ID = Range(0, 2**31 - 1, "ids have 32 bits")
@@ -262,6 +263,11 @@ class DataConfig(SourceConfig):
     """The sources, by names of your choice."""
     phases: Annotated[list[PhaseConfig], Only("name", "mixture")] = field(default_factory=list)
     """Other proportions from certain points of the run on, in order."""
+    proportion_unit: Annotated[str, choice(UNITS), Only("name", "mixture")] = "sequences"
+    """What the proportions of streams and phases are shares of: sequences of max_seq_len tokens;
+    tokens, without padding; loss_tokens, those in the loss; or examples (rows of the files). All
+    but sequences are counted for supervised streams before training; text has max_seq_len tokens in
+    each sequence, all of them in the loss, and no examples."""
     batching_method: Annotated[str, choice(BATCHING)] = "stratified"
     """Used with data.name=mixture. stratified: every batch has each stream's share, to within one
     sequence. per_stream: each batch comes from one stream."""
@@ -344,8 +350,6 @@ class DataConfig(SourceConfig):
             stream.settle()
         if self.validation is None:
             return
-        if self.validation.name == "shards" and self.validation.paths:  # of which shards has none
-            self.validation.name = "files"
         if self._is_supervised_alone() and self.validation.format == AUTO:
             self.validation.format = TEXT  # `fill` replaces it by the format of `data`
         self.validation.settle()
@@ -379,6 +383,15 @@ class DataConfig(SourceConfig):
             )
         if shared and not sum(shared.values()) > 0 and not missing:
             yield f"{key}streams: every proportion is 0; give one stream more"
+        if not shared and not self.phases:
+            why = "without a proportion of the streams"
+            yield from inert_change(key, self, ["proportion_unit"], why)
+        for name, stream in self.streams.items():
+            if self.proportion_unit == "examples" and stream.format == TEXT:
+                yield (
+                    f"{key}proportion_unit: examples, but {key}streams.{name} is text, which has"
+                    " none; write tokens or sequences"
+                )
         for n, phase in enumerate(self.phases):
             yield from self._check_phase(f"{key}phases[{n}].", phase)
 

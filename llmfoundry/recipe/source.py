@@ -206,12 +206,14 @@ class StreamConfig(SourceConfig):
     """A source in a mixture. Either all streams have a proportion, or none."""
 
     name: Annotated[str, choice(SOURCES)] = "shards"
-    """shards (MDS or token shards), python_stdlib, files, or huggingface."""
+    """shards (MDS or token shards), python_stdlib, files, huggingface, or instructions. paths alone
+    imply files, dataset alone huggingface."""
     format: Annotated[str, choice((*FORMATS, *MAPPINGS, AUTO))] = AUTO
     """Format of a row, as in data.format. auto: by the columns of the first row of files on this
     machine, else text."""
     proportion: Annotated[float | None, Range(0)] = None
-    """Share of the sequences, relative to the proportions of the other streams."""
+    """Share of the sequences (or of data.proportion_unit), relative to the proportions of the other
+    streams."""
     repeat: Annotated[float | None, Range(0, 2**20)] = None
     """How many times an epoch of the mixture passes over the stream; 0.5: over half of it. Default
     1. Excludes proportion and choose."""
@@ -220,7 +222,10 @@ class StreamConfig(SourceConfig):
     repeat."""
 
     def settle(self) -> None:
-        """Resolve `format: auto` as for a single source; the fallback is text."""
+        """Resolve the implied source, and `format: auto` as for a single source or else as text."""
+        if self.name == "shards" and self.remote is None and self.local is None:
+            implied = "files" if self.paths else "huggingface" if self.dataset else self.name
+            self.name = implied
         super().settle()
         if self.format == AUTO and not self._columns_seen:
             self.format = TEXT

@@ -257,8 +257,10 @@ def test_weights_from_the_recipe() -> None:
         return {str(n): StreamConfig(**{key: value}) for n, value in enumerate(values)}  # type: ignore[arg-type]
 
     rows = [100, 50, 30]
-    assert stream_weights(streams(proportion=[3, 1, 0]), rows) == ((3, 1, 0), 150)
-    assert stream_weights(streams(choose=[7, None, 0]), rows) == ((7, 50, 0), 57)
-    assert stream_weights(streams(repeat=[0.5, None, 2.0]), rows) == ((50, 50, 60), 160)
+    assert stream_weights(streams(proportion=[3, 1, 0]), rows, (1, 1, 1)) == ((3, 1, 0), 150)
+    assert stream_weights(streams(choose=[7, None, 0]), rows, (1, 1, 1)) == ((7, 50, 0), 57)
+    assert stream_weights(streams(repeat=[0.5, None, 2.0]), rows, (1, 1, 1)) == ((50, 50, 60), 160)
+    halves = streams(proportion=[1, 1, 0])  # of tokens, of which the sequences have 400 and 100
+    assert stream_weights(halves, rows, (400, 100, 1)) == ((1 / 400, 1 / 100, 0), 150)
     with pytest.raises(UserError, match="no stream has a part"):
-        stream_weights(streams(repeat=[0, 0, 0]), rows)
+        stream_weights(streams(repeat=[0, 0, 0]), rows, (1, 1, 1))

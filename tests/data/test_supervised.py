@@ -485,6 +485,55 @@ def test_supervised_streams_mix_with_each_other_and_with_text(tmp_path):
     assert "data.streams.chat:" in data.summary and data.validation.n_rows(128) > 2
 
 
+@pytest.mark.parametrize("unit", ["tokens", "loss_tokens", "examples"])
+def test_proportions_are_shares_of_what_the_recipe_counts(tmp_path: Path, unit: str) -> None:
+    """Counted in the batches of a run: three formats, each found by the columns of its file."""
+    answers = [{"prompt": f"count {n}", "completion": f"{n} " * 30} for n in range(80)]
+    sharegpt = [
+        {"conversations": [{"from": "human", "value": "?" * 40}, {"from": "gpt", "value": f"{n}"}]}
+        for n in range(150)
+    ]
+    parts = {"chat": chats(200), "answers": answers, "sharegpt": sharegpt}
+    shares = dict(zip(parts, (0.5, 0.3, 0.2), strict=True))
+    streams = {
+        name: StreamConfig(paths=[str(write(tmp_path / name / "a.jsonl", rows))])
+        for name, rows in parts.items()
+    }
+    for name, stream in streams.items():
+        stream.proportion = shares[name]
+        stream.settle()
+    formats = [stream.format for stream in streams.values()]
+    assert formats == ["chat", "prompt_response", "sharegpt"]
+    config = {"name": "mixture", "streams": streams, "proportion_unit": unit}
+    data = opened(tmp_path, dict(config))
+    loader = build(data, tmp_path, config)
+    found = dict.fromkeys(parts, 0)
+    for step in range(400):
+        sources, _ = loader.mixture.plan(step)
+        batch = loader.batch(step)
+        assert batch.layout is not None
+        for row, source in enumerate(sources.tolist()):
+            padded = batch.layout.padding[row] if batch.layout.padding else 0
+            documents = batch.layout.lengths[row]
+            counts = {
+                "tokens": batch.tokens.shape[1] - padded,
+                "loss_tokens": int((batch.labels[row] != IGNORE).sum()),
+                "examples": len(documents) - bool(padded),
+            }
+            found[list(parts)[source]] += counts[unit]
+    total = sum(found.values())
+    assert {name: count / total for name, count in found.items()} == pytest.approx(shares, abs=0.02)
+
+
+def test_examples_of_text_are_refused_as_a_unit(tmp_path: Path) -> None:
+    write(tmp_path / "text" / "a.jsonl", [{"text": "story"}])
+    stream = StreamConfig(name="files", paths=[str(tmp_path / "text")], proportion=1.0)
+    stream.settle()
+    config = {"name": "mixture", "streams": {"a": stream}, "proportion_unit": "examples"}
+    with pytest.raises(UserError, match=r"data\.streams\.a is text, which has none; write tokens"):
+        recipe_of(tmp_path, config)
+
+
 # Held-out rows
 
 
