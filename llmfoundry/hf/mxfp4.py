@@ -1,7 +1,7 @@
 """MXFP4 weights, in which gpt-oss is published, read to bf16 (OCP Microscaling Formats, 1.0).
 
-Entry point: `Mxfp4.of` finds the packed weights of a folder, for `read_folder.py`. A weight `w` is
-stored as `w_blocks`, two 4-bit floats in a byte, low half first, and `w_scales`, a power of two for
+Entry point: `Mxfp4.of` finds the packed weights of a folder, for `read_folder.py`. A weight W is
+stored as W_blocks, two 4-bit floats in a byte, low half first, and W_scales, a power of two for
 32 values. Nothing is rounded: bf16 holds every product.
 """
 
