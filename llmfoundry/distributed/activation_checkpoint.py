@@ -202,7 +202,7 @@ def _selection(root: Root, compress: Compressor | None, *, is_compiled: bool) ->
     """Return a factory of contexts that save the results of the operators in KEPT.
 
     The result of a feed-forward layer's last matmul is not saved, because the backward pass of the
-    block does not use it.
+    block does not use it. Neither are the outputs of experts, and the all-to-all that returns them.
     """
     model = root.model.config
     last = (model.ffn_config.ffn_hidden_size, model.d_model)
@@ -220,11 +220,21 @@ def _selection(root: Root, compress: Compressor | None, *, is_compiled: bool) ->
         kept = is_kept(op, *args)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
+    ours = partial(selective_contexts, has_unread=_is_experts)
     if compress is not None and not is_compiled:
-        return partial(selective_contexts, is_kept, compress.keep, restore)
-    if _shared_mixtures(root):
-        return partial(selective_contexts, is_kept)  # FSDP's hooks of the experts are inside
+        return partial(ours, is_kept, compress.keep, restore)
+    # FSDP's hooks of experts are inside, and PyTorch's contexts save all results of an operator
+    if _shared_mixtures(root) or (not is_compiled and _has_experts(root)):
+        return partial(ours, is_kept)
     return partial(create_selective_checkpoint_contexts, policy)
+
+
+def _is_experts(op: Any) -> bool:
+    return _name(op).startswith("llmfoundry::moe_forward")
+
+
+def _has_experts(root: Root) -> bool:
+    return any(isinstance(module, MoE) for module in root.modules())
 
 
 def _name(op: Any) -> str:

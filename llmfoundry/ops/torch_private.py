@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
@@ -278,10 +279,28 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """Shape of a result that is not saved."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Unread:
+        return _Unread(tensor.shape, tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
 def selective_contexts(
     is_kept: Callable[..., bool],
     compress: Callable[[Tensor], Any] = _as_it_is,
     restore: Callable[[Any], Any] = _as_it_is,
+    *,
+    has_unread: Callable[[Any], bool] = lambda op: False,
 ) -> tuple[Any, Any]:
     """Return contexts like `create_selective_checkpoint_contexts` that tolerate other operators.
 
@@ -295,6 +314,9 @@ def selective_contexts(
             in both passes.
         compress: function from a result to what is saved.
         restore: function from what is saved to the result.
+        has_unread: whether no backward pass reads the first result of an operator. That result, and
+            the result of a collective that sends it, are saved as shapes. The recomputation gets
+            uninitialized memory in their place.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
@@ -303,6 +325,10 @@ def selective_contexts(
     # the storage of its result, the list and the index at which the result is saved
     saved: dict[Any, list[Any]] = {}
     pending: dict[Any, tuple[list[Any], int]] = {}
+    unread = set[Any]()  # storages of unread results
+
+    def given(entry: Any) -> Any:
+        return entry.empty() if isinstance(entry, _Unread) else restore(entry)
 
     class Keep(TorchDispatchMode):
         """Saves results in the forward pass."""
@@ -313,13 +339,22 @@ def selective_contexts(
             result = op(*args, **(kwargs or {}))
             # a collective that has ended: compress its result, which is valid only now
             if op is torch.ops._c10d_functional.wait_tensor.default:
-                entry = pending.pop(storage_reference(result), None)
+                # of the argument, as the result on fake tensors has other storage
+                entry = pending.pop(storage_reference(args[0]), None)
                 if entry is not None:
                     results, index = entry
                     results[index] = compress(result.detach())
             if is_kept(op, *args):
                 results = saved.setdefault(op, [])
-                if op.namespace == "_c10d_functional":
+                is_collective = op.namespace == "_c10d_functional"
+                if is_collective and storage_reference(args[0]) in unread:
+                    results.append(_Unread.of(result))
+                elif has_unread(op):
+                    first, *others = result
+                    unread.add(storage_reference(first))
+                    others = tree_map_only(Tensor, lambda t: compress(t.detach()), others)
+                    results.append((_Unread.of(first), *others))
+                elif is_collective:
                     pending[storage_reference(result)] = results, len(results)
                     results.append(result.detach())
                 else:
@@ -333,7 +368,7 @@ def selective_contexts(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if is_kept(op, *args):
-                return tree_map(restore, saved[op].pop(0))
+                return tree_map(given, saved[op].pop(0))
             return op(*args, **(kwargs or {}))
 
     return Keep(), Give()
