@@ -32,6 +32,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"resid_pdrop": 0.3, "emb_pdrop": 0.1, "attn_config": {"attn_pdrop": 0.2}},
     "reused keys": {"block_overrides": REUSE, "resid_pdrop": 0.3},
+    "experts": {
+        "ffn_config": {"ffn_type": "dmoe", "moe_num_experts": 4, "moe_top_k": 2},
+        "resid_pdrop": 0.3,
+    },
 }
 LAYOUT = PackedLayout.from_lengths([[16], [5, 11], [1, 15]])
 

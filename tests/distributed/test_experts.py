@@ -111,6 +111,7 @@ CASES = {
     "eight bits, recomputed": Case(
         parallel={"activation_compression": "int8", "activation_checkpointing": "whole"}, close=0.03
     ),
+    "selective": Case(parallel={"activation_checkpointing": "selective"}),
     "eight bits, selective": Case(
         parallel={"activation_compression": "int8", "activation_checkpointing": "selective"},
         close=0.03,
@@ -238,6 +239,7 @@ ROUTINE = (
     "first process",
     "global",
     "muon",
+    "selective",
     "lora shared",
     "qlora",
     "room",
