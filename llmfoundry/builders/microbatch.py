@@ -347,7 +347,7 @@ _ANY = 2**31  # sequences: no known limit
 _SPARING = (  # keys of the section parallel, other than degrees, that affect memory
     *("activation_checkpointing", "activation_checkpointing_target", "activation_compression"),
     *("activation_memory_budget", "reshard_after_forward", "reduce_scatter_each_microbatch"),
-    "expert_capacity",
+    *("expert_capacity", "expert_halves"),
 )
 
 

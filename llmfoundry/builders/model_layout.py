@@ -113,4 +113,5 @@ def without_activations(config: ParallelConfig) -> ParallelConfig:
         activation_compression="none",
         activation_memory_budget=None,
         expert_capacity=None,
+        expert_halves=False,
     )

@@ -45,7 +45,7 @@ def parallelize(
     # 1. Tensor parallelism: shard the matrices of dense layers, and the tokens between them.
     apply_tensor_parallel(root, meshes)
     # 2. Expert parallelism: each rank holds some experts, and tokens are dispatched to them.
-    apply_expert_parallel(root, meshes, config.expert_capacity)
+    apply_expert_parallel(root, meshes, config)
     # 3. Context parallelism: attention exchanges data with the ranks that share its sequences.
     # Router losses then count the tokens of full sequences.
     apply_context_parallel(root, meshes, config)

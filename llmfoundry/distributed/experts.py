@@ -24,18 +24,18 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.models.decoder import Root
 from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.models.router import StatisticsGroups
-from llmfoundry.recipe.parallel import ActivationMemory
+from llmfoundry.recipe.parallel import ActivationMemory, ResolvedParallelConfig
 
 
-def apply_expert_parallel(root: Root, meshes: Meshes | None, capacity: float | None) -> None:
-    """Shard the experts of all layers if the mesh has an expert dimension.
-
-    `capacity` is the recipe's parallel.expert_capacity.
-    """
+def apply_expert_parallel(
+    root: Root, meshes: Meshes | None, config: ResolvedParallelConfig
+) -> None:
+    """Shard the experts of all layers if the mesh has an expert dimension."""
     if meshes is None or meshes.expert is None:
         return
     for layer in mixtures(root):
-        layer.group, layer.capacity = meshes.expert.get_group(), capacity
+        layer.group, layer.capacity = meshes.expert.get_group(), config.expert_capacity
+        layer.n_parts = 2 if config.expert_halves else 1
         _shard(layer.experts, meshes)
 
 

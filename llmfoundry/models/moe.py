@@ -8,7 +8,7 @@ tokens to the ranks of their experts and back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -79,9 +79,30 @@ class ExpertWeights(nn.Module):
             if not config.no_bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(self.n * width)))
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, impl: str) -> Tensor:
-        """Compute the local experts. It is a module call because FSDP's hooks surround it."""
-        return mixture(x, weights, experts, self.experts(), impl=impl)
+    def forward(
+        self, *tensors: Tensor, impl: str, exchanges: Sequence[TokenExchange] = ()
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Compute the local experts. It is a module call because FSDP's hooks surround it.
+
+        Args:
+            tensors: x (T, D), weights (T, k) and experts (T, k); or what `TokenExchange.started`
+                returns for each of several exchanges, so that FSDP finds the inputs.
+            impl: a backend of `mixture`.
+            exchanges: the exchanges. The outputs are sent back, each as soon as it is computed, and
+                the rows of the next exchange are waited for afterwards.
+
+        Returns:
+            (T, D); or the tensors to receive of all exchanges.
+        """
+        if not exchanges:
+            x, weights, experts = tensors
+            return mixture(x, weights, experts, self.experts(), impl=impl)
+        local, returned = self.experts(), []
+        for number, exchange in enumerate(exchanges):
+            exchange.replace_started(*tensors[2 * number : 2 * number + 2])
+            y = mixture(*exchange.arrived(), local, impl=impl)
+            returned.append(exchange.send_back(y))
+        return tuple(returned)
 
     def experts(self) -> Experts:
         """Return the local weights in the form of `mixture`, with a dimension of experts."""
@@ -189,11 +210,13 @@ class MoE(nn.Module):
         group: the expert-parallel ranks; None: all experts are local.
         capacity: in training, rows that a rank sends to each rank of `group`, in multiples of the
             even share; None: exact numbers of rows.
+        n_parts: parts of the tokens whose communication overlaps with the experts of the others.
         statistics_groups: ranks whose tokens count in `Routed`; set by `distributed/experts.py`.
     """
 
     group: dist.ProcessGroup | None = None
     capacity: float | None = None
+    n_parts = 1
     statistics_groups = StatisticsGroups()
 
     def __init__(self, config: ResolvedModelConfig) -> None:
@@ -254,7 +277,7 @@ class MoE(nn.Module):
         """
         if self.group is None or self.capacity is None or not self.training:
             return None
-        share = tokens * self.config.moe_top_k / self.group.size()
+        share = -(-tokens // self.n_parts) * self.config.moe_top_k / self.group.size()
         return math.ceil(min(self.capacity, self.group.size()) * share)
 
     def combine(
@@ -269,13 +292,30 @@ class MoE(nn.Module):
             y = compute_experts(x, weights, experts)
             return y if self.shared is None else y + self.shared(x), None
         # expert parallelism: the shared expert overlaps with the all-to-all
-        exchange = TokenExchange(
-            x, weights, experts, n_experts=self.experts.n, group=self.group, capacity=capacity
-        )
+        parts = zip(*(split_evenly(t, self.n_parts) for t in (x, weights, experts)), strict=True)
+        exchanges = [
+            TokenExchange(*part, n_experts=self.experts.n, group=self.group, capacity=capacity)
+            for part in parts
+        ]
         shared = None if self.shared is None else self.shared(x)
-        exchange.send_back(compute_experts(*exchange.arrived()))
-        y = exchange.combined()
-        return y if shared is None else y + shared, exchange.overflow
+        if len(exchanges) == 1:
+            (exchange,) = exchanges
+            returned = [exchange.send_back(compute_experts(*exchange.arrived()))]
+        else:
+            started = [tensor for exchange in exchanges for tensor in exchange.started()]
+            returned = compute_experts(*started, exchanges=exchanges)
+        outputs = [e.combined(rows) for e, rows in zip(exchanges, returned, strict=True)]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        overflows = [e.overflow for e in exchanges if e.overflow is not None]
+        overflow = torch.stack(overflows).sum() if overflows else None
+        return y if shared is None else y + shared, overflow
+
+
+def split_evenly(tokens: Tensor, n_parts: int) -> tuple[Tensor, ...]:
+    """Return `n_parts` consecutive parts of tokens (N, …), of at most N / n_parts, rounded up."""
+    if n_parts == 1:
+        return (tokens,)
+    return torch.tensor_split(tokens, n_parts)
 
 
 @contextmanager

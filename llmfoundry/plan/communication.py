@@ -329,7 +329,8 @@ def expert_parallel(
     sent = passes * rows_sent * (2 * _low(recipe) * model.d_model + 2 * 4)
     # a forward pass also sends the numbers of rows, without a capacity
     counts = 0 if capacity is not None else passes - model.n_layers
-    calls = (3 * passes + counts) * microbatches
+    parts = 2 if recipe.parallel.expert_halves else 1
+    calls = (3 * passes + counts) * microbatches * parts
     yield CollectiveTraffic("tokens", "all_to_all", p, 1, sent, calls=calls)
 
 

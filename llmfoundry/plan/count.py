@@ -261,7 +261,7 @@ class _Setting:
         # parallelize as the run does, on a mesh of ranks that do not exist
         with imagined(degrees) as meshes, unwatched_shapes():
             apply_tensor_parallel(root, meshes)
-            apply_expert_parallel(root, meshes, recipe.parallel.expert_capacity)
+            apply_expert_parallel(root, meshes, recipe.parallel)
             apply_context_parallel(root, meshes, recipe.parallel)
             share_router_statistics(root, World(0, 1, 0, CPU), meshes)
             wrap_blocks(root, memory, compile_mode=None)

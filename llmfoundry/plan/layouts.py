@@ -56,7 +56,7 @@ SHARDS_ONLY = ("reshard_after_forward", "reduce_scatter_each_microbatch")
 CHOSEN = (
     *AXES, EXPERT, *SHARDS_ONLY, "context_parallel_method", "activation_checkpointing",
     "activation_checkpointing_target", "activation_compression", "activation_memory_budget",
-    "expert_capacity",
+    "expert_capacity", "expert_halves",
 )  # fmt: skip
 """Keys of the section parallel that a layout sets, or that have no effect in it."""
 
@@ -417,6 +417,7 @@ def _with(parallel: ResolvedParallelConfig, degrees: Degrees) -> ResolvedParalle
         parallel,
         **_keys(degrees),
         expert_capacity=parallel.expert_capacity if degrees.expert > 1 else None,
+        expert_halves=parallel.expert_halves and degrees.expert > 1,
         context_parallel_method=method,
         reshard_after_forward=True if sharded else None,
         reduce_scatter_each_microbatch=True if sharded else None,

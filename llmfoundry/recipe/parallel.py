@@ -311,6 +311,10 @@ class ParallelConfig:
     multiplies the communication of tokens and the activations of experts. No token is dropped: a
     step in which some rank has more rows than that for another is repeated with exact numbers, and
     reported."""
+    expert_halves: Annotated[bool, Unless(EXPERT, 1)] = False
+    """Send the tokens of a layer to their experts in two halves, so that the communication of one
+    half overlaps with the experts of the other, in both passes. The matmuls of experts have half
+    the rows. For layers without a shared expert, whose communication nothing hides otherwise."""
     reshard_after_forward: Annotated[bool | None, Unless((*AXES[1:], EXPERT), 1)] = None
     """Free the weights of a block after its forward pass and gather them again for the backward
     pass; default true. False keeps them: faster, more memory."""
@@ -515,6 +519,11 @@ def _recomputed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         )
     elif EXPERTS in parts and model.ffn_config.ffn_type != "dmoe":
         yield f"{key}: the model has no experts; write feed_forward"
+    elif EXPERTS in parts and parallel.expert_halves:
+        yield (
+            "parallel.expert_halves: the experts of two halves cannot be recomputed without their"
+            f" communication; remove it, or write feed_forward for experts in {key}"
+        )
 
 
 def compiled_limits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -557,7 +566,7 @@ def _expert(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees) -> I
             "model.ffn_config.moe_impl: megablocks wants rows for its experts, and a process that"
             f" shares them ({key}: {degrees.expert}) may get none; write grouped_mm"
         )
-    elif model.ffn_config.moe_impl == "torch" and parallel.expert_capacity is not None:
+    if model.ffn_config.moe_impl == "torch" and parallel.expert_capacity is not None:
         yield (
             "parallel.expert_capacity: the host reads the rows of each expert with"
             " model.ffn_config.moe_impl: torch; remove it, or write moe_impl: grouped_mm"

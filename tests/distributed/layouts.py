@@ -73,7 +73,7 @@ class Entry:
         checkpointing: the recipe's `parallel.activation_checkpointing`.
         target, compression: its `activation_checkpointing_target`, `activation_compression`.
         once: gradients are reduce-scattered once a step, not after every microbatch.
-        capacity: the recipe's `parallel.expert_capacity`.
+        capacity, halves: the recipe's `parallel.expert_capacity` and `parallel.expert_halves`.
     """
 
     replicate: int = 1
@@ -92,6 +92,7 @@ class Entry:
     compiled: bool = False
     once: bool = False
     capacity: float | None = None
+    halves: bool = False
     precision: str = "fp32"
 
     @property
@@ -123,6 +124,7 @@ class Entry:
             data_parallel_shard_degree=self.shard,
             expert_parallel_degree=self.expert,
             expert_capacity=self.capacity,
+            expert_halves=self.halves,
             context_parallel_degree=self.context,
             context_parallel_method=self.method,
             tensor_parallel_degree=self.tensor,
@@ -167,6 +169,7 @@ ROUTINE = {
     "expert": replace(LAYOUTS["expert"], model="dbrx-shared", checkpointing="selective"),
     "expert-compressed": replace(LAYOUTS["expert"], checkpointing="whole", compression="int8"),
     "expert-capacity": replace(LAYOUTS["expert"], capacity=2.0, checkpointing="whole"),
+    "expert-halves": replace(LAYOUTS["expert-fsdp"], halves=True),
     "expert-adapter": replace(LAYOUTS["expert"], adapter=True),
     "expert-fsdp": LAYOUTS["expert-fsdp"],
     "expert-hsdp": replace(LAYOUTS["expert-hsdp"], model="dbrx-bias"),
@@ -246,6 +249,20 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
             "expert-4": Entry(shard=4, expert=4, model="dbrx-biases"),
             "tensor": Entry(tensor=2, shard=2, expert=4, model="dbrx-shared"),
         }.items()
+    },
+    "halves": {
+        "halves-expert-whole": replace(LAYOUTS["expert"], halves=True, checkpointing="whole"),
+        "halves-expert-selective": replace(
+            LAYOUTS["expert"], halves=True, checkpointing="selective", model="dbrx-shared"
+        ),
+        "halves-expert-hsdp": replace(LAYOUTS["expert-hsdp"], halves=True, model="dbrx-biases"),
+        "halves-capacity": replace(LAYOUTS["expert"], halves=True, capacity=1.25),
+        "halves-compressed": replace(LAYOUTS["expert"], halves=True, compression="int8"),
+        "halves-tensor": Entry(
+            tensor=2, shard=2, expert=4, model="dbrx-shared", halves=True, capacity=4.0
+        ),
+        "halves-reference": Entry(shard=2, expert=2, model="dbrx-reference", halves=True),
+        "halves-adapter": replace(LAYOUTS["expert"], halves=True, adapter=True),
     },
     "four": {
         "four-expert-4": Entry(shard=4, expert=4, model="dbrx"),

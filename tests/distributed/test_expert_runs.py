@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_train_resume_eval_convert_are_those_of_one_process(tmp_path: Path) -> N
         torch.testing.assert_close(converted[1][key], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_steps_whose_rows_have_no_room_are_repeated_and_recorded(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    for name, capacity in (("exact", "null"), ("bounded", "1")):
+        words = (*DBRX, *shared(2, 2), f"run_name={name}", f"parallel.expert_capacity={capacity}")
+        run("train.py", "tiny.yaml", *words, cwd=tmp_path, processes=2)
+    expected = losses(tmp_path / "runs" / "exact")
+    assert losses(tmp_path / "runs" / "bounded") == pytest.approx(expected, rel=1e-6)
+    lines = (tmp_path / "runs" / "bounded" / "events.jsonl").read_text().splitlines()
+    events = [e for e in map(json.loads, lines) if e["kind"] == "expert_overflow"]
+    assert [e["repeated"] for e in events] == [2**n for n in range(len(events))] != []
+    assert all(e["rows"] > 0 and e["action"] == "redo" for e in events)
+
+
 MIXTURE: dict[str, Any] = {"ffn_type": "dmoe", "moe_num_experts": 6}
 REFUSED = {
     (3, 4): (MIXTURE, "parallel.expert_parallel_degree: 4 does not divide"),
@@ -84,6 +99,28 @@ def test_what_cannot_be_shared_is_refused(shard: int, expert: int) -> None:
     config = ParallelConfig(data_parallel_shard_degree=shard, expert_parallel_degree=expert)
     (line,) = limits(model, config, config.written_degrees)
     assert line.startswith(expected) and "\n" not in line
+
+
+def refusals(impl: str, **settings: Any) -> list[str]:
+    """Error lines of a mixture whose experts two processes share."""
+    model = ModelConfig(no_bias=True, ffn_config=FFNConfig(**MIXTURE, moe_impl=impl))
+    degrees = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
+    config = ParallelConfig(**degrees, **settings)
+    return [*config.check(), *limits(model, config, config.written_degrees)]
+
+
+def test_what_a_capacity_and_halves_cannot_do_is_refused() -> None:
+    assert not refusals("grouped_mm", expert_capacity=1.5, expert_halves=True)
+    (line,) = refusals("torch", expert_capacity=1.5)
+    assert line.startswith("parallel.expert_capacity: the host reads")
+    recomputed = {"activation_checkpointing": True, "activation_checkpointing_target": "experts"}
+    (line,) = refusals("grouped_mm", expert_halves=True, **recomputed)
+    assert line.startswith("parallel.expert_halves: ") and "write feed_forward" in line
+    (line,) = refusals("grouped_mm", expert_capacity=0.9)
+    assert line.startswith("parallel.expert_capacity: 0.9 is too small")
+    for settings in ({"expert_capacity": 2.0}, {"expert_halves": True}):
+        (line,) = ParallelConfig(**settings).check()
+        assert "has no effect with parallel.expert_parallel_degree: 1" in line
 
 
 @pytest.mark.parametrize("degree", ["expert_parallel_degree", "tensor_parallel_degree"])

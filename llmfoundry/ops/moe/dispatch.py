@@ -99,6 +99,14 @@ class TokenExchange:
         self._numbers = _Start.apply(numbers, self._numbers_way)
         self._rows = _Start.apply(rows, self._there)
 
+    def started(self) -> tuple[Tensor, Tensor]:
+        """Return the tensors to receive, rows and numbers, which must not be read yet."""
+        return self._rows, self._numbers
+
+    def replace_started(self, rows: Tensor, numbers: Tensor) -> None:
+        """Set what `started` returns, as views of it through which gradients pass."""
+        self._rows, self._numbers = rows, numbers
+
     def arrived(self) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for the rows (M, D), ordered by source rank, their weights and experts (M, 1) here.
 
@@ -109,13 +117,14 @@ class TokenExchange:
         weights, experts = numbers.split(1, dim=1)
         return rows, weights, experts.detach().long()
 
-    def send_back(self, rows: Tensor) -> None:
-        """Start to send the experts' weighted outputs (M, D) back."""
-        self._rows = _Start.apply(rows, self._back)
+    def send_back(self, rows: Tensor) -> Tensor:
+        """Start to send the experts' weighted outputs (M, D) back; return the tensor to receive."""
+        returned: Tensor = _Start.apply(rows, self._back)
+        return returned
 
-    def combined(self) -> Tensor:
+    def combined(self, returned: Tensor) -> Tensor:
         """Wait for the outputs; return (T, D), the sum of each token's rows."""
-        rows = _Finish.apply(self._rows, self._back)  # (N, D)
+        rows = _Finish.apply(returned, self._back)  # (N, D)
         return _Combined.apply(rows, self._slots, self._top_k)
 
 
