@@ -30,8 +30,10 @@ def make_tokenizer(
         assert pretrained is not None, "checked by the recipe"
         tokenizer, rows = pretrained.tokenizer, pretrained.config.vocab_size
         tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
+        limit = None if pretrained.may_grow else rows
+        tokenizer.add_tokens(recipe.tokenizer.add_tokens, room=_room(limit, tokenizer))
         if recipe.tokenizer.chat_template is not None:
-            room = None if pretrained.may_grow else rows - tokenizer.vocab_size
+            room = _room(limit, tokenizer)
             choice, trusted = recipe.tokenizer.chat_template, recipe.tokenizer.trust_chat_template
             tokenizer.use_chat_template(choice, room=room, is_trusted=trusted)
         if variables := recipe.data.chat_template_kwargs:
@@ -44,6 +46,11 @@ def make_tokenizer(
         return on_rank0(world, build, patient=True)
 
 
+def _room(rows: int | None, tokenizer: Tokenizer) -> int | None:
+    """Return the number of tokens that may be added to a model of `rows` rows."""
+    return None if rows is None else rows - tokenizer.vocab_size
+
+
 def settle_vocabulary(
     recipe: ResolvedTrainRecipe, tokenizer: Tokenizer, note: Callable[[str], None]
 ) -> None:
@@ -51,7 +58,7 @@ def settle_vocabulary(
     if isinstance(recipe, ResolvedFinetuneRecipe):
         rows = recipe.model.vocab_size
         fit_vocabulary(recipe.model, tokenizer, recipe.base)
-        if tokenizer.template_tokens or recipe.model.vocab_size != rows:
+        if tokenizer.new_tokens or recipe.model.vocab_size != rows:
             train_new_rows(recipe, note)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     size = recipe.model.vocab_size

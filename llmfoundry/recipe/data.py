@@ -70,6 +70,9 @@ class TokenizerConfig:
     """Render the template without limits on time and memory, in the training processes. Only with a
     file as chat_template. Use it for your own templates; an untrusted template runs in a child
     process with limits."""
+    add_tokens: list[str] = field(default_factory=list)
+    """Special tokens to add, such as "<|im_start|>". Their ids follow those of the tokenizer. A
+    model without free rows for them needs model.resize_embeddings: true."""
     split_special_tokens: bool = True
     """Tokenize a special token in a text, such as <|endoftext|>, as plain characters. Off: as the
     special token, as transformers and LLM Foundry do; then any text can contain special tokens."""
@@ -81,6 +84,11 @@ class TokenizerConfig:
             yield from inert_change(
                 key, self, ["trust_chat_template"], "without a file as chat_template"
             )
+        for number, token in enumerate(self.add_tokens):
+            if not token.strip():
+                yield f"{key}add_tokens: {token!r} is blank; write the text of a token"
+            elif token in self.add_tokens[:number]:
+                yield f"{key}add_tokens: {token} is written twice; remove one"
         if self.name == "huggingface" and self.path is None:
             yield f"{key}path: huggingface needs it; write a folder with tokenizer.json or a hub id"
 

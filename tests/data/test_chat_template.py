@@ -116,6 +116,32 @@ def test_tokens_are_added_only_where_there_is_room():
     assert tokenizer.use_chat_template("mpt", room=0) == []
 
 
+def test_tokens_of_a_recipe_are_special_and_known_elsewhere(tmp_path):
+    tokenizer = bytes_tokenizer("zephyr")
+    before = tokenizer.fingerprint
+    tokenizer.add_tokens(["<|call|>", "<|result|>"], room=2)
+    assert tokenizer.encode_chat("a<|result|>b<|call|>") == [97, 258, 98, 257]
+    assert tokenizer.encode("<|call|>") == list(b"<|call|>")  # a text that spells it has no token
+    assert (tokenizer.vocab_size, tokenizer.new_tokens) == (259, ("<|call|>", "<|result|>"))
+    assert tokenizer.fingerprint != before
+    with pytest.raises(
+        UserError, match=r"add_tokens: <\|call\|> is a token .* \(id 257\); remove it"
+    ):
+        tokenizer.add_tokens(["<|new|>", "<|call|>"])
+    with pytest.raises(
+        UserError, match=r"2 tokens need as many rows, and the model has 1 free; wri"
+    ):
+        tokenizer.add_tokens(["<|new|>", "<|newer|>"], room=1)
+    assert tokenizer.vocab_size == 259
+    tokenizer.use_chat_template("chatml", room=2)
+    assert tokenizer.new_tokens[2:] == ("<|im_start|>", "<|im_end|>")
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("a<|result|>b<|call|>").input_ids == [97, 258, 98, 257]
+    assert theirs.decode([97, 258], skip_special_tokens=True) == "a"
+    assert Tokenizer.load(tmp_path).encode_chat("<|result|>") == [258]
+
+
 def test_templates_of_other_tokenizers_are_found_where_they_lie(tmp_path):
     bytes_tokenizer("zephyr").save(tmp_path)
     file = tmp_path / "tokenizer_config.json"

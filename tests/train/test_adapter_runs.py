@@ -228,6 +228,70 @@ def test_rows_of_tokens_that_a_template_adds_train_beside_an_adapter_and_go_out(
                       "adapter=none", "freeze=[wte]")  # fmt: skip
 
 
+CALLS = ("data.paths=[calls.jsonl]", "data.validation_fraction=0", "data.format=prompt_response",
+         "max_duration=2ba", "tokenizer.add_tokens=['<|call|>','<|result|>']",
+         "optimizer.lr=1e-2")  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, tied: bool) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base, name = f"rows-{tied}", f"calls-{tied}"
+    words = ("model.vocab_size=257", f"model.tie_word_embeddings={tied}")
+    train_here(base, "max_duration=1ba", "eval=off", *words)
+    rows = {"prompt": "1+1?", "response": "<|call|>1+1<|result|>2"}
+    Path("calls.jsonl").write_text((json.dumps(rows) + "\n") * 16)
+    calls = (f"model.pretrained=runs/{base}", *CALLS, "tokenizer.split_special_tokens=false")
+    with pytest.raises(
+        UserError, match="tokens need as many rows, and the model has 0 free; write"
+    ):
+        finetune_here(name, *calls)
+    run = finetune_here(name, *calls, RESIZE, "save_interval=1ba")
+    tables = ["wte"] if tied else ["wte", "lm_head"]
+    assert load_run(run / "recipe.yaml").adapter.modules_to_save == tables
+    # The new rows trained, each by itself.
+    merged = to("hf", f"{name}-hf", str(run))
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
+    call, result = tokenizer("<|call|><|result|>").input_ids
+    assert (call, result) == (257, 258)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert (table.weight[call] - table.weight[result]).abs().max() > 1e-3
+    # The adapter is the same model in peft.
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(to("peft", f"{name}-peft", str(run)))
+    tokens = torch.cat([TOKENS, torch.tensor([[call], [result]])], 1)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+    # A resumed run takes the same step.
+    again = shutil.copytree(run, f"runs/{name}-again")
+    shutil.rmtree(f"{again}/checkpoints/ba0000002")
+    finetune_here(f"{name}-again", *calls, RESIZE, "save_interval=1ba", "autoresume=true")
+    one, other = (
+        load_file(folder / "checkpoints/ba0000002/adapter/adapter_model.safetensors")
+        for folder in (run, Path(again))
+    )
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    # A run that begins with this one has the tokens.
+    with pytest.raises(
+        UserError, match=r"<\|call\|> is a token of the tokenizer already \(id 257\)"
+    ):
+        finetune_here("calls-on", *calls, f"model.pretrained={run}")
+
+
+def test_tokens_take_rows_that_the_model_has(place: Path) -> None:
+    """A vocabulary that is padded to a multiple has 63 free, and needs no resizing."""
+    rows = {"prompt": "1+1?", "response": "<|call|>1+1<|result|>2"}
+    Path("padded.jsonl").write_text((json.dumps(rows) + "\n") * 16)
+    calls = (*CALLS, "data.paths=[padded.jsonl]")
+    with pytest.raises(
+        UserError, match="resize_embeddings: has no effect, as the embedding has 320"
+    ):
+        finetune_here("padded", *calls, RESIZE)
+    run = finetune_here("padded", *calls)
+    assert load_run(run / "recipe.yaml").adapter.modules_to_save == ["wte"]
+    assert len(load_checkpoint(str(run), ALONE, note=print).root.model.wte.weight) == 320
+
+
 def test_an_adapter_of_another_base_is_refused(place: Path) -> None:
     lora = "adapter.pretrained=runs/lora/checkpoints/ba0000004/adapter"
     with pytest.raises(UserError, match=r"made for another base model \(blocks.*differs\)"):

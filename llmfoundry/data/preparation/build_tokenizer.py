@@ -59,7 +59,8 @@ def check_chat_template(config: TokenizerConfig, data: DataConfig) -> None:
 
 
 def _set_chat(tokenizer: Tokenizer, config: TokenizerConfig, data: DataConfig) -> None:
-    """Give a tokenizer the recipe's chat template and its variables."""
+    """Give a tokenizer the recipe's tokens, chat template and its variables."""
+    tokenizer.add_tokens(config.add_tokens)
     if config.chat_template is not None:
         trusted = config.trust_chat_template
         tokenizer.use_chat_template(config.chat_template, is_trusted=trusted)

@@ -61,12 +61,12 @@ class Tokenizer:
             text occurs once per document.
         byte_level: whether encoding and decoding leave any text unchanged.
         generation: entries of the model's generation_config.json, saved with the tokenizer.
-        template_tokens: special tokens that were added for the chat template.
+        new_tokens: special tokens that were added by the recipe or for its chat template.
         template_file: source of the chat template, for error messages.
         trusts_template: whether to run the chat template without limits; never read from a file.
     """
 
-    template_tokens: Sequence[str] = ()
+    new_tokens: Sequence[str] = ()
     template_file = "tokenizer.chat_template"
     trusts_template: bool | None = None
 
@@ -255,14 +255,39 @@ class Tokenizer:
             )
         file, trusted = f"tokenizer.chat_template: {choice}", is_trusted or None
         ChatTemplate(text, self._special_tokens(), file=file, is_trusted=trusted)  # checks it
-        self.template_tokens = missing
-        if missing:
-            tokens = [AddedToken(token, special=True, normalized=False) for token in missing]
-            self._backend.add_special_tokens(tokens)
-            self.vocab_size = _vocab_size(self._backend)
+        self._add(missing)
         self.template_file, self.trusts_template = file, trusted
         self._use_template(text)
         return missing
+
+    def add_tokens(self, tokens: Sequence[str], *, room: int | None = None) -> None:
+        """Add special tokens. `room`: number of free rows in the embedding; None: unlimited.
+
+        Raises:
+            UserError: a token exists, or there are more tokens than `room`.
+        """
+        for token in tokens:
+            token_id = self._backend.token_to_id(token)
+            if token_id is not None:
+                raise UserError(
+                    f"tokenizer.add_tokens: {token} is a token of the tokenizer already (id"
+                    f" {token_id}); remove it"
+                )
+        if room is not None and len(tokens) > room:
+            raise UserError(
+                f"tokenizer.add_tokens: {len(tokens)} tokens need as many rows, and the model has"
+                f" {max(room, 0)} free; write model.resize_embeddings: true, which adds rows"
+            )
+        self._add(tokens)
+
+    def _add(self, tokens: Sequence[str]) -> None:
+        if not tokens:
+            return
+        added = [AddedToken(token, special=True, normalized=False) for token in tokens]
+        self._backend.add_special_tokens(added)
+        self.new_tokens = (*self.new_tokens, *tokens)
+        self.vocab_size = _vocab_size(self._backend)
+        self._forget()
 
     def set_chat_variables(self, variables: Mapping[str, Any], *, key: str) -> None:
         """Set defaults of variables in the chat template; they are saved with the template.
@@ -294,6 +319,10 @@ class Tokenizer:
 
     def _use_template(self, template: Any) -> None:
         self._config = {**self._config, "chat_template": template}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was derived from the former tokens and template."""
         for name in ("chat", "end_ids", "fingerprint", "_reading"):
             self.__dict__.pop(name, None)
 
