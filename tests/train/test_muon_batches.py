@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.train.optim import muon
 from llmfoundry.train.optim.muon import NEWTON_SCHULZ, RMS, ROUNDS, Muon
@@ -178,33 +180,41 @@ def test_a_cancelled_step_with_infinite_gradients_changes_nothing() -> None:
         assert torch.equal(old, new)
 
 
-def shard(rank: int, size: int, folder: str) -> None:
-    """Two steps on `size` tensor ranks, by rows or columns, with turns of several matrices."""
+def shard(rank: int, size: int, folder: str, with_fsdp: bool) -> None:
+    """Two steps on 2 tensor ranks, by rows or columns, with turns of several matrices.
+
+    With FSDP over 2 ranks: it shards the rows of the tensor ranks' parts.
+    """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor_parallel",))
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tensor_parallel"))
     for dim in (0, 1):
         parameters, _ = make_matrices()
-        sharded = []
+        module = nn.ParameterList()
         for parameter in parameters:
-            assert parameter.grad is not None
-            local, grad = (
-                distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
-                for tensor in (parameter.detach(), parameter.grad)
+            axis = mesh["tensor_parallel"]
+            local = distribute_tensor(parameter.detach(), axis, [Shard(dim)], src_data_rank=None)
+            module.append(nn.Parameter(local))
+        if with_fsdp:
+            fully_shard(module, mesh=mesh["shard"])
+        sharded = [*module.parameters()]
+        for parameter, part in zip(parameters, sharded, strict=True):
+            assert parameter.grad is not None and isinstance(part, DTensor)
+            part.grad = distribute_tensor(
+                parameter.grad, part.device_mesh, part.placements, src_data_rank=None
             )
-            sharded.append(nn.Parameter(local))
-            sharded[-1].grad = grad
         for optimizer, _ in (make_optimizer([*parameters]), make_optimizer([*sharded])):
             optimizer.step()
             optimizer.step()
         for full, part in zip(parameters, sharded, strict=True):
-            assert isinstance(part, DTensor)
-            torch.testing.assert_close(part.full_tensor(), full, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(full_tensor(part.detach()), full, rtol=1e-6, atol=1e-7)
     Path(folder, str(rank)).touch()
     dist.destroy_process_group()
 
 
-def test_tensor_ranks_without_fsdp_get_the_updates_of_one_process(tmp_path: Path) -> None:
-    on_ranks(shard, (2, str(tmp_path)), 2)
-    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+@pytest.mark.parametrize("with_fsdp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tensor_ranks_get_the_updates_of_one_process(with_fsdp: bool, tmp_path: Path) -> None:
+    size = 4 if with_fsdp else 2
+    on_ranks(shard, (size, str(tmp_path), with_fsdp), size)
+    assert {str(rank) for rank in range(size)} <= {path.name for path in tmp_path.iterdir()}
