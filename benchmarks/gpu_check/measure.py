@@ -250,7 +250,7 @@ def run_words(
     yield from (recipe, f"run_name={file.stem}", f"save_folder={file.with_suffix('.run')}")
     yield from ("data=mds", "data.remote=null", f"data.local={file.parent / CORPUS}")
     yield from ("data.split=null", "data.validation=null", "tokenizer=bytes", "logger=none")
-    yield from ("eval=off", "save_interval=0ba", f"plugins=[{PLUGIN}]")
+    yield from ("eval=off", "save_interval=0ba", "compile=false", f"plugins=[{PLUGIN}]")
     for key, value in {"file": str(file), **timing}.items():
         written = f"'{value}'" if isinstance(value, str) else json.dumps(value)
         yield f"callbacks.plugins.gpu_check.{key}={written}"
