@@ -207,6 +207,11 @@ def _refuse_incomplete(
     included = select(patterns, names, _KEY)
     layers = {_layer_path(name) for name in names if name.startswith("blocks.")}
     covered_layers = {_layer_path(name) for name in included}
+    with_experts = {_layer_path(name) for name in names if ".ffn.experts." in name}
+
+    def kind(layer: str) -> tuple[str, bool]:  # the first blocks of a mixture may have no experts
+        return layer.split(".", 2)[2], layer in with_experts
+
     for index, pattern in enumerate(patterns):
         in_blocks = [n for n in select([pattern], names, _KEY) if n.startswith("blocks.")]
         has_block_number = re.search(r"(^|\.)\d+(-\d+)?(\.|$)", pattern)
@@ -214,8 +219,8 @@ def _refuse_incomplete(
             continue
 
         # e.g. "Wqkv" in a model some of whose blocks have Wq instead
-        layer_types = {_layer_path(name).split(".", 2)[2] for name in in_blocks}
-        missing = [p for p in layers - covered_layers if p.split(".", 2)[2] in layer_types]
+        kinds = {kind(_layer_path(name)) for name in in_blocks}
+        missing = [layer for layer in layers - covered_layers if kind(layer) in kinds]
         if missing:
             raise UserError(
                 f"{_KEY}[{index}]: {pattern!r} matches a part of the blocks, and nothing is chosen"

@@ -42,9 +42,10 @@ peft = pytest.importorskip("peft")
 EXACT = {"rtol": 0, "atol": 2e-5}
 LORA = {"name": "lora", "r": 3, "lora_alpha": 7.0}
 MIXTURES = ("DbrxForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
-            "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")  # fmt: skip
+            "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",
+            "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # fmt: skip
 DENSE = [name for name in CASES if name not in MIXTURES]
-STACKED = [name for name in MIXTURES if name != "DbrxForCausalLM"]
+STACKED = [name for name in MIXTURES if not name.startswith(("Dbrx", "Deepseek"))]
 
 
 def adapted(name: str, **adapter: Any) -> tuple[Decoder, Decoder]:
@@ -213,6 +214,19 @@ def test_peft_serves_dbrx_but_for_its_experts(tmp_path: Path) -> None:
     with pytest.raises((KeyError, ValueError), match="LLMFOUNDRY_LORA"):
         peft.PeftModel.from_pretrained(exported(base, tmp_path / "again"), tmp_path / "experts")
     check_read_back(base, model, tmp_path / "experts")
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_peft_serves_deepseek_but_for_plain_feed_forward_layers(name: str, tmp_path: Path) -> None:
+    targets = ["attn", "experts"]
+    base, model = adapted(name, target_modules=targets, train_router=True)
+    check_in_peft(base, model, tmp_path)
+    check_read_back(base, model, tmp_path / "adapter")
+    base, model = adapted(name)
+    save(model, tmp_path / "all")
+    with pytest.raises((KeyError, ValueError), match="LLMFOUNDRY_LORA"):
+        peft.PeftModel.from_pretrained(exported(base, tmp_path / "again"), tmp_path / "all")
+    check_read_back(base, model, tmp_path / "all")
 
 
 def test_our_own_class_keeps_our_names(tmp_path: Path) -> None:

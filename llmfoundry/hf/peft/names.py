@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import read_object
 from llmfoundry.hf.architecture import OWN, is_mixture
 from llmfoundry.hf.choose_architecture import choose_architecture
-from llmfoundry.hf.expert_names import ExpertNames
-from llmfoundry.hf.tensor_names import MAPS, NameRule, layers, swap_pairs
+from llmfoundry.hf.expert_names import DENSE, ExpertNames, blocks_with_experts
+from llmfoundry.hf.tensor_names import MAPS, NameRule, layers, rotated_rows, swap_pairs
 from llmfoundry.recipe.model import ResolvedModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,6 +30,8 @@ PREFIX = "base_model.model."
 ROUTER = "weight"
 DEFINED = (ROUTER, "gate_up_proj", "down_proj")  # as classes of experts and routers define them
 OWN_TYPE = "LLMFOUNDRY_LORA"  # in place of LORA, where peft would leave something out
+JOINING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Classes whose feed-forward layers peft 0.21 takes for routed experts, and joins."""
 PLAIN_ROUTERS = ("DbrxForCausalLM",)  # nn.Linear; the others' are a parameter of their own class
 
 
@@ -62,6 +64,7 @@ class PeftModule:
         order: functions that reorder rows from ours to HF's, and back.
         factor: the HF matrix is our matrix times this factor.
         kind: `linear` or `embedding`.
+        is_lost: peft takes the module for a part of the routed experts, and loses its adapter.
     """
 
     module: str
@@ -72,6 +75,7 @@ class PeftModule:
     order: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
     factor: float = 1.0
     kind: str = "linear"
+    is_lost: bool = False
 
 
 def adapter_architecture(config: ResolvedModelConfig, architecture: str | None = None) -> str:
@@ -113,9 +117,17 @@ def peft_modules(
         modules += _linear(rule, ours, theirs, config)
     if weights.experts and is_mixture(config):
         names = weights.experts[0] if separate else weights.experts[-1]
-        for block in range(config.n_layers):
+        for block in blocks_with_experts(config):
             modules += _experts(names.of(block), f"blocks.{block}.ffn.", config, architecture)
+    if architecture in JOINING:
+        modules = [replace(module, is_lost=_is_plain_ffn(module)) for module in modules]
     return modules
+
+
+def _is_plain_ffn(module: PeftModule) -> bool:
+    """Return whether a module is a projection of a feed-forward layer, not of routed experts."""
+    names = (".gate_proj", ".up_proj", ".down_proj")
+    return ".experts." not in module.module and module.module.endswith(names)
 
 
 def _linear(
@@ -141,16 +153,22 @@ def _linear(
     begin = 0
     for index, (name, rows) in enumerate(zip(theirs, heights, strict=True)):
         is_rotated = index < 2  # queries and keys
-        order = _pairs(config) if rule.interleaved and is_rotated else None
+        order = _pairs(ours, config, len(theirs)) if rule.interleaved and is_rotated else None
         source = RowRange(ours, begin, begin + rows)
         yield PeftModule(module_name(name), "", rows, (source,), order=order)
         begin += rows
 
 
 def _pairs(
-    config: ResolvedModelConfig,
+    layer: str, config: ResolvedModelConfig, parts: int
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return functions that reorder rotary pairs from ours to HF's, and back."""
+    """Return functions that reorder rotary pairs from ours to HF's, and back.
+
+    A layer of one part is one of latent attention.
+    """
+    if parts == 1:
+        to_theirs = partial(rotated_rows, layer, config=config)
+        return to_theirs, partial(rotated_rows, layer, config=config, back=True)
     half = (config.head_dim or 0) // 2
     return lambda rows: swap_pairs(rows, 2, half), lambda rows: swap_pairs(rows, half, 2)
 
@@ -169,7 +187,22 @@ def _height(layer: str, config: ResolvedModelConfig) -> int:
         return (config.n_heads + 2 * config.attn_config.kv_n_heads) * config.head_dim
     if layer.endswith(("out_proj", "down_proj")):
         return config.d_model
+    if ".attn." in layer:
+        return _latent_height(layer.rpartition(".")[2], config)
+    if is_mixture(config):  # one of the first layers, without experts
+        return config.ffn_config.dense_hidden_size or 0
     return config.ffn_config.ffn_hidden_size
+
+
+def _latent_height(name: str, config: ResolvedModelConfig) -> int:
+    """Return the number of rows of a projection of latent attention."""
+    attn, heads = config.attn_config, config.n_heads
+    heights = {
+        "Wq_a": attn.q_lora_rank or 0,
+        "Wkv_a": attn.kv_lora_rank + attn.qk_rope_head_dim,
+        "Wkv_b": heads * (attn.qk_nope_head_dim + attn.v_head_dim),
+    }
+    return heights.get(name, heads * config.head_dim)
 
 
 def _experts(
@@ -201,6 +234,12 @@ def _experts(
     # shared expert
     if names.shared and ffn.shared_expert_hidden_size:
         hidden = ffn.shared_expert_hidden_size
+        if len(names.shared) == len(DENSE):
+            heights = (hidden, hidden, d_model)
+            for name, ours, rows in zip(names.shared, DENSE.values(), heights, strict=True):
+                source = RowRange(f"{at}shared.{ours}", 0, rows)
+                yield PeftModule(module_name(name), "", rows, (source,))
+            return
         shared_gate = RowRange(f"{at}shared.gate_proj", 0, hidden)
         shared_up = RowRange(f"{at}shared.up_proj", 0, hidden, at=hidden)
         shared_down = RowRange(f"{at}shared.down_proj", 0, d_model)

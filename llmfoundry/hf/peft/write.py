@@ -188,6 +188,7 @@ class _Writer:
         if assembled is None:
             return
         self.placed |= {source.ours for source, _ in sources}
+        self.refused_by_peft |= place.is_lost
         a, b, scale, magnitude = assembled
 
         # add it in the form of its kind: experts, a parameter, an embedding or a linear layer
