@@ -23,7 +23,7 @@ from tests.tiny import losses, write_recipe
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 TRAINED = (  # whose models and optimizers have every choice that any recipe makes
     *("quickstart", "dbrx-tiny", "llama-1b", "mpt-125m", "starcoder2-3b"),
-    *("dbrx-18b", "mpt-7b-128k"),
+    *("dbrx-18b", "mpt-7b-128k", "deepseek-tiny"),
 )
 FINETUNING = ("scaling", "finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
 GROUPS = [
@@ -70,6 +70,8 @@ def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
         overrides.append("model.ffn_config.ffn_hidden_size=64")
     if model.attn_config.kv_n_heads is not None:
         overrides.append("model.attn_config.kv_n_heads=1")
+    if model.ffn_config.first_k_dense_replace is not None:
+        overrides.append("model.ffn_config.first_k_dense_replace=1")
     if model.attn_config.sliding_window_size != -1:
         overrides.append("model.attn_config.sliding_window_size=20")
     return checked(TrainRecipe, recipe, overrides)
@@ -137,11 +139,13 @@ PUBLISHED = {  # parameters; tokens of LLM Foundry's recipes, elsewhere 20 a par
     "dbrx-9b": (9_169_635_328, 183e9),
     "dbrx-1b": (1_300_456_448, 26e9),
     "dbrx-mini": (376_549_888, 7.5e9),
+    "deepseek-v2-lite": (15_706_484_224, 5.7e12),  # parameters and tokens as published
+    "deepseek-v3": (671_026_404_352, 14.8e12),  # with 58 * 256 balancing biases 671,026,419,200
 }
 
 
 def test_every_recipe_of_a_published_size_is_counted() -> None:
-    small = {"quickstart", "dbrx-tiny", "pretrain"}
+    small = {"quickstart", "dbrx-tiny", "deepseek-tiny", "pretrain"}
     assert {path.stem for path in RECIPES} - small == PUBLISHED.keys()
 
 
@@ -165,7 +169,8 @@ def test_a_group_composes_and_its_model_builds(group: Path) -> None:
     recipe.model.fill(vocab_size=guess_vocab_size(recipe.tokenizer))
     root = build_root(recipe)
     assert {p.device.type for p in root.parameters()} == {"meta"}
-    assert len({str(block) for block in root.model.blocks}) == 1  # two stand for all
-    del root.model.blocks[2:], root.model.layers[2:]
+    kinds = 2 if recipe.model.ffn_config.first_k_dense_replace else 1
+    assert len({str(block) for block in root.model.blocks}) == kinds  # two stand for all
+    del root.model.blocks[1:-1], root.model.layers[1:-1]
     hidden = root.model(torch.zeros(1, recipe.max_seq_len, dtype=torch.int64, device="meta"))
     assert hidden.shape == (1, recipe.max_seq_len, recipe.model.d_model)
