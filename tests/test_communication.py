@@ -47,19 +47,37 @@ SHAPES = {
         "llama-1b",
         ["model.attn_config.kv_n_heads=4", "model.ffn_config.ffn_hidden_size=96"],
     ),
+    "deepseek": (
+        "deepseek-v3",
+        [
+            f"model.attn_config.{key}"
+            for key in (
+                *("q_lora_rank=640", "kv_lora_rank=576"),
+                *("qk_nope_head_dim=32", "qk_rope_head_dim=16", "v_head_dim=24"),
+            )
+        ]
+        + [
+            f"model.ffn_config.{key}"
+            for key in (
+                *("ffn_hidden_size=16", "shared_expert_hidden_size=16", "dense_hidden_size=96"),
+                *("moe_num_experts=16", "moe_n_group=4", "moe_topk_group=2", "moe_top_k=4"),
+                "first_k_dense_replace=1",
+            )
+        ],
+    ),
     "dbrx": ("dbrx-1b", ["model.attn_config.kv_n_heads=4", "model.ffn_config.ffn_hidden_size=16"]),
 }
 LAYOUTS = {
     "fsdp-8": (8, "shard=8", ["mpt", "llama", "dbrx"]),
     "fsdp-3": (3, "shard=3", ["mpt", "dbrx"]),  # parts that are not even
     "hsdp-4x2": (8, "replicate=4 shard=2", ["llama", "dbrx"]),
-    "tensor-2": (2, "tensor=2", ["mpt"]),
+    "tensor-2": (2, "tensor=2", ["mpt", "deepseek"]),
     "hsdp-tensor-2x2x2": (8, "replicate=2 shard=2 tensor=2", ["llama"]),
-    "ulysses-4x2": (8, "shard=4 context=2", ["mpt", "dbrx"]),
+    "ulysses-4x2": (8, "shard=4 context=2", ["mpt", "dbrx", "deepseek"]),
     "tensor-ulysses-2x2x2": (8, "shard=2 context=2 tensor=2", ["llama"]),
     "expert-8": (8, "shard=8 expert=8", ["dbrx"]),
     "expert-hsdp-2x4": (8, "replicate=2 shard=4 expert=2", ["dbrx"]),
-    "expert-tensor-2x2": (8, "shard=4 tensor=2 expert=4", ["dbrx"]),
+    "expert-tensor-2x2": (8, "shard=4 tensor=2 expert=4", ["dbrx", "deepseek"]),
     "expert-context-2x4": (8, "shard=2 context=4 expert=2", ["dbrx"]),
     "all-16": (16, "replicate=2 shard=2 context=2 tensor=2 expert=4", ["dbrx"]),
     "gathered-2x3": (6, "shard=2 context=3", ["llama", "dbrx"]),  # which does not divide 4 heads
@@ -71,6 +89,7 @@ ROUTINE = [
     ("tensor-ulysses-2x2x2", "llama"),
     ("gathered-2x3", "llama"),
     ("all-16", "dbrx"),
+    ("tensor-2", "deepseek"),
 ]
 CHANGES = [  # of a shape on so many processes
     ("llama", "replicate=2 shard=4", "parallel.reshard_after_forward=false"),
@@ -93,6 +112,10 @@ CHANGES = [  # of a shape on so many processes
     ("dbrx", "shard=2 context=4 expert=8", "parallel.activation_checkpointing=whole"),
     ("dbrx", "shard=8 expert=4", "parallel.activation_checkpointing=selective"),
     ("dbrx", "shard=8 expert=4", "precision=bf16"),
+    ("deepseek", "shard=4 tensor=2 expert=4", "parallel.activation_checkpointing=whole"),
+    ("deepseek", "shard=4 tensor=2 expert=4", "parallel.activation_checkpointing=selective"),
+    ("deepseek", "shard=4 tensor=2", "model.attn_config.q_lora_rank=null"),
+    ("deepseek", "shard=2 context=4", "parallel.context_parallel_method=all_gather"),
     ("dbrx", "shard=8 expert=4", "parallel.expert_capacity=1.5"),
     ("dbrx", "shard=4 tensor=2 expert=4", "parallel.expert_capacity=9"),  # four is all
     ("mpt", "shard=4 tensor=2", "parallel.reduce_scatter_each_microbatch=false"),

@@ -245,7 +245,8 @@ def tensor_parallel(
 
     Each all-gather or reduce-scatter of activations sends (p - 1) / p * d values per token. A dense
     block has 2 all-gathers and 2 reduce-scatters in the forward pass and as many in the backward
-    pass; a layer with experts has half of them. Full activation checkpointing repeats two
+    pass; a block with experts has half of them. Latent attention gathers its latent vectors, and
+    the residual stream only if queries have none. Full activation checkpointing repeats two
     all-gathers and one reduce-scatter, selective checkpointing the all-gathers. Embedding and head
     add one of each. The dtype is that of matmuls: norms compute in fp32, but round what is
     gathered. In each microbatch the gradients of norms and positions are all-reduced, and the loss
@@ -253,18 +254,27 @@ def tensor_parallel(
     """
     p, model = degrees.tensor, recipe.model
     again = recomputation(recipe.parallel.activation_checkpointing)
-    dense = model.ffn_config.ffn_type != "dmoe"
-    low, gathers = _low(recipe), 2 if dense else 1
-    scatters = (1 if dense else gathers) if again == "whole" else 0
-    repeated = gathers if again != "none" else 0
-    n, tokens = model.n_layers, rows * _rounded(tokens_of_row(recipe, degrees), p)
-    values = low * (p - 1) * tokens * model.d_model // p
-    gathered, scattered = n * (2 * gathers + repeated) + 2, n * (2 * gathers + scatters) + 2
-    calls = microbatches * gathered, microbatches * scattered
-    yield CollectiveTraffic("activations", "all_gather", p, 1, gathered * values, calls=calls[0])
-    yield CollectiveTraffic(
-        "activations", "reduce_scatter", p, 1, scattered * values, calls=calls[1]
-    )
+    is_whole, repeats = again == "whole", again != "none"
+    low, d, n = _low(recipe), model.d_model, model.n_layers
+    n_dense = n - model.moe_layers  # blocks whose feed-forward layer is sharded
+    # widths of what is gathered before attention: one, or queries and keys by themselves
+    entering, attn = [d], model.attn_config
+    if attn.is_latent:
+        entering = [attn.q_lora_rank or d, attn.kv_lora_rank + attn.qk_rope_head_dim]
+    enter, sends = sum(entering), len(entering)
+    # values per token, and collectives: of attention, of dense layers, of embedding and head
+    gathered = n * (enter * (1 + repeats) + d) + n_dense * (2 + repeats) * d + 2 * d
+    gathers = n * (sends * (1 + repeats) + 1) + n_dense * (2 + repeats) + 2
+    scattered = n * (enter + (1 + is_whole) * d) + n_dense * 2 * d + 2 * d
+    scatters = n * (sends + 1 + is_whole) + n_dense * 2 + 2
+    tokens = low * (p - 1) * rows * _rounded(tokens_of_row(recipe, degrees), p) // p
+    for kind, values, calls in (
+        ("all_gather", gathered, gathers),
+        ("reduce_scatter", scattered, scatters),
+    ):
+        yield CollectiveTraffic(
+            "activations", kind, p, 1, tokens * values, calls=microbatches * calls
+        )
     of_tokens = microbatches * low * seen_by_tokens(model)
     yield CollectiveTraffic("gradients", "all_reduce", p, 1, 2 * (p - 1) * of_tokens // p)
     of_losses = 2 * 4 * rows * tokens_of_row(recipe, degrees)
@@ -276,27 +286,28 @@ def context_parallel(
 ) -> Iterator[CollectiveTraffic]:
     """Yield the communication of context parallelism by either method.
 
-    A rank has h heads and k key-value heads of width w. Ulysses (Jacobs et al., 2023) sends
-    (p - 1) / p * (2 h + 2 l) w values per token of the rank all-to-all, in the forward and in the
-    backward pass; l is the least common multiple of k and p. The other method all-gathers keys and
-    values, (p - 1) * 2 k w values per token, and reduce-scatters their gradients. Full activation
-    checkpointing repeats the forward pass, selective checkpointing the all-gather.
+    A rank has h heads and k key-value heads; w is the width of a key and a value together. Ulysses
+    (Jacobs et al., 2023) sends (p - 1) / p * (h + l) w values per token of the rank all-to-all, in
+    the forward and in the backward pass; l is the least common multiple of k and p. The other
+    method all-gathers keys and values, (p - 1) * k w values per token, and reduce-scatters their
+    gradients. Full activation checkpointing repeats the forward pass, selective checkpointing the
+    all-gather.
     """
     p, model = degrees.context, recipe.model
     again = recomputation(recipe.parallel.activation_checkpointing)
-    kv_heads, width = model.attn_config.kv_n_heads, model.head_dim
+    kv_heads, width = model.attn_config.kv_n_heads, model.head_dim + model.value_dim
     heads, kv = model.n_heads // degrees.tensor, kv_heads // degrees.tensor
     # layers that compute keys and values; others reuse those of an earlier layer
     kv_layers = sum(layer.kv_from == i for i, layer in enumerate(model.layers()))
     tokens = rows * tokens_of_row(recipe, degrees)
     if context_method(model, recipe.parallel, degrees) == "ulysses":
-        exchanged_heads = 2 * heads * model.n_layers + 2 * math.lcm(kv, p) * kv_layers
+        exchanged_heads = heads * model.n_layers + math.lcm(kv, p) * kv_layers
         values = (p - 1) * tokens * exchanged_heads * width // p
         passes = 3 if again == "whole" else 2
         sent, calls = passes * _low(recipe) * values, 4 * passes * microbatches * model.n_layers
         yield CollectiveTraffic("heads", "all_to_all", p, degrees.tensor, sent, calls=calls)
     else:
-        values = (p - 1) * tokens * 2 * kv * width * kv_layers
+        values = (p - 1) * tokens * kv * width * kv_layers
         passes = 1 if again == "none" else 2
         values *= _low(recipe)
         what, calls = "keys and values", 2 * microbatches * kv_layers
@@ -324,11 +335,11 @@ def expert_parallel(
     if capacity is not None:
         rows_sent = (p - 1) * math.ceil(min(capacity, p) * (tokens * top_k / p))
     is_full = recomputation(recipe.parallel.activation_checkpointing) == "whole"
-    passes = (3 if is_full else 2) * model.n_layers
+    passes = (3 if is_full else 2) * model.moe_layers
     # a pass sends rows there and back, and weight and expert of each row, or its gradient, in fp32
     sent = passes * rows_sent * (2 * _low(recipe) * model.d_model + 2 * 4)
     # a forward pass also sends the numbers of rows, without a capacity
-    counts = 0 if capacity is not None else passes - model.n_layers
+    counts = 0 if capacity is not None else passes - model.moe_layers
     parts = 2 if recipe.parallel.expert_halves else 1
     calls = (3 * passes + counts) * microbatches * parts
     yield CollectiveTraffic("tokens", "all_to_all", p, 1, sent, calls=calls)

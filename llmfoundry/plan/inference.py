@@ -79,8 +79,9 @@ def inference_memory(
     gathered = 0 if degrees.is_replicas else (held.ends + blocks) // narrow
 
     # of a token: keys and values, and the activations of the widest layer
-    head_dim = config.head_dim or config.d_model // config.n_heads
-    cached = 2 * config.n_layers * config.attn_config.kv_n_heads * head_dim // degrees.tensor
+    heads, key_width, value_width = config.cache_row
+    heads = heads if config.attn_config.is_latent else heads // degrees.tensor
+    cached = config.n_layers * heads * (key_width + value_width)
     hidden = 4 * ffn.ffn_hidden_size * (ffn.moe_top_k or 1) // degrees.tensor
     # on a CPU, attention over a prefix tree materializes its scores
     scores = config.n_heads // degrees.tensor * seq_len if device.type == "cpu" else 0

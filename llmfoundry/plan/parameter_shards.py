@@ -22,7 +22,7 @@ from llmfoundry.recipe.parallel import Degrees, context_method
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
 REDUCED = 4  # bytes per value of a gradient that is being reduced, in fp32
-_OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln)\.(weight|bias)$")
+_OF_TOKENS = re.compile(r"(^|\.)(wpe|norm_\w+|[qk]_ln|(q|kv)_a_ln|W(q|kv)_a)\.(weight|bias)$")
 """Parameters that every tensor-parallel rank holds in full and applies to its tokens."""
 _IN_LAYER = re.compile(r"ffn\.(router|shared|experts)\.")
 """Parameters of a layer with experts, which tensor parallelism does not shard."""
@@ -103,15 +103,19 @@ def shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
     """Return the values of a model on one rank."""
     (bare, _), *blocks = parts(model)
     each = [(by_unit(block.named_parameters(), degrees), count) for block, count in blocks]
-    largest, _ = max(each, key=lambda one: total(one[0].values()).gathered)
+    # by size: the first blocks of a mixture may have no experts, and then fewer units
+    each.sort(key=lambda one: total(one[0].values()).gathered, reverse=True)
+    largest = {unit: values for by_unit_of_block, _ in reversed(each)
+               for unit, values in by_unit_of_block.items()}  # fmt: skip
     units = tuple(
         Unit(
             cut_over(unit, degrees),
             apart(unit, degrees),
-            total(by_unit_of_block[unit].times(n) for by_unit_of_block, n in each),
-            of_block,
+            total(by_unit_of_block.get(unit, Values()).times(n) for by_unit_of_block, n in each),
+            largest[unit],
         )
-        for unit, of_block in largest.items()
+        for unit in (BLOCK, OF_LAYER, OF_EXPERTS)
+        if unit in largest
     )
     head = bare.head_weight
     assert isinstance(head, Tensor)
@@ -164,16 +168,21 @@ def tokens_of_row(recipe: ResolvedTrainRecipe, degrees: Degrees) -> int:
 def seen_by_tokens(model: ResolvedModelConfig) -> int:
     """Return the number of values that tensor-parallel ranks hold in full, for their own tokens.
 
-    These are norms and positions. Biases of row-parallel matrices are not included: they are added
-    to the output of all tokens. Layers with experts are not included either: FSDP shards them over
-    the tensor-parallel ranks too.
+    These are norms, positions and projections to latent vectors. Biases of row-parallel matrices
+    are not included: they are added to the output of all tokens. Layers with experts are not
+    included either: FSDP shards them over the tensor-parallel ranks too.
     """
     return sum(
         count * parameter.numel()
         for module, count in parts(model)
         for name, parameter in module.named_parameters()
-        if _OF_TOKENS.search(name)
+        if is_of_tokens(name)
     )
+
+
+def is_of_tokens(name: str) -> bool:
+    """Return whether tensor-parallel ranks apply a parameter to their own tokens only."""
+    return _OF_TOKENS.search(name) is not None
 
 
 def values_of(name: str, shape: Sequence[int], degrees: Degrees) -> Values:

@@ -28,7 +28,7 @@ from llmfoundry.models.tensor_parallel import tensor_parallel_dim
 from llmfoundry.plan.communication import WAITED_FOR, CollectiveTraffic, communication
 from llmfoundry.plan.count import count
 from llmfoundry.plan.meter import BACKWARD_OF_FORWARD, Amounts, Pass
-from llmfoundry.plan.parameter_shards import BLOCK, shares, tokens_of_row, unit_of
+from llmfoundry.plan.parameter_shards import BLOCK, is_of_tokens, shares, tokens_of_row, unit_of
 from llmfoundry.recipe.hardware import Gpu
 from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import Degrees, context_method
@@ -373,7 +373,8 @@ def _attention(
     model, length = recipe.model, recipe.max_seq_len
     mean_keys = length / 2 if window < 0 else min(length / 2, window + 1)
     n_ranks = degrees.tensor * degrees.context
-    flops = 4.0 * microbatch * length * mean_keys * model.n_heads * model.head_dim / n_ranks
+    width = model.head_dim + model.value_dim
+    flops = 2.0 * microbatch * length * mean_keys * model.n_heads * width / n_ranks
 
     # small heads and short sequences are slower
     queries = length
@@ -506,7 +507,8 @@ def products(
         if EXPERTS in name:
             yield _expert(name, outputs, inputs, model, degrees, tokens)
             continue
-        if unit_of(name, degrees) != BLOCK:  # tensor-parallel ranks share the tokens
+        # tensor-parallel ranks share the tokens
+        if unit_of(name, degrees) != BLOCK or is_of_tokens(name):
             yield Matmul(tokens / degrees.tensor, outputs, inputs)
             continue
         if tensor_parallel_dim(name) == 0:

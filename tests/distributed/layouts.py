@@ -52,6 +52,31 @@ MODELS: dict[str, dict[str, Any]] = {
         moe_bias_update_rate=0.1,
         moe_normalize_expert_weights=2,
     ),
+    "dbrx-deepseek": dbrx(  # as DeepSeek-V3: the names of mixtures begin with dbrx
+        moe_scoring_func="sigmoid",
+        moe_n_group=4,
+        moe_topk_group=2,
+        moe_routed_scaling_factor=2.5,
+        moe_normalize_expert_weights=1,
+        shared_expert_hidden_size=24,
+        first_k_dense_replace=1,
+        dense_hidden_size=24,
+        moe_balancing="bias",
+        moe_loss_weight=None,
+        moe_bias_update_rate=0.1,
+    )
+    | {
+        "norm_type": "rmsnorm",
+        "attn_config": {
+            "attn_type": "multihead_latent_attention",
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "rope": True,
+        },
+    },
     "dbrx-reference": dbrx(moe_impl="torch", mlp_type="mlp", moe_top_k=3),
 }
 
@@ -175,6 +200,8 @@ ROUTINE = {
     "expert-hsdp": replace(LAYOUTS["expert-hsdp"], model="dbrx-bias"),
     "gather": replace(GATHER, model="gqa", checkpointing="whole"),
     "expert-ulysses-fsdp": LAYOUTS["expert-ulysses-fsdp"],
+    "tensor-fsdp-latent": Entry(tensor=2, shard=2, model="dbrx-deepseek"),
+    "ulysses-latent": replace(ULYSSES, model="dbrx-deepseek", checkpointing="selective"),
     "one-bf16": Entry(precision="bf16"),
     "fsdp-bf16": Entry(shard=2, precision="bf16"),
 }
@@ -238,6 +265,10 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
         for model in MODELS
         if model.startswith("dbrx-")
         for layout, level in (("expert", "none"), ("expert-fsdp", "selective"), ("tensor", "none"))
+    }
+    | {
+        f"mixture-{layout}-deepseek": replace(LAYOUTS[layout], model="dbrx-deepseek")
+        for layout in (*("tensor-fsdp", "ulysses", "gather", "hsdp"), "expert-ulysses-fsdp")
     },
     "capacity": {  # of which 1 is too little, and some steps are repeated
         f"capacity-{capacity}-{name}": replace(entry, capacity=capacity)

@@ -320,7 +320,8 @@ def plain(entry: Entry, device: torch.device) -> Steps:
         losses.append(loss.item())
         if MODELS[entry.model].get("ffn_config", {}).get("moe_balancing") == "bias":
             assert routing is not None
-            for block, load in zip(model.blocks, routing.load, strict=True):
+            mixtures = model.blocks[-len(routing.load) :]  # the first may have no experts
+            for block, load in zip(mixtures, routing.load, strict=True):
                 block.ffn.router.bias_steps += (load.mean() - load).sign().int()
     return losses, norms, {n: float(p.detach().double().norm()) for n, p in trained.items()}
 
@@ -384,4 +385,5 @@ OF_ALL_TENSOR_RANKS = (
     *("norm_1.weight", "norm_1.bias", "norm_2.weight", "norm_2.bias", "norm_f.weight"),
     *("norm_f.bias", "wpe.weight", "out_proj.bias", "down_proj.bias"),
     *("q_ln.weight", "q_ln.bias", "k_ln.weight", "k_ln.bias"),
+    *("Wq_a.weight", "q_a_ln.weight", "Wkv_a.weight", "kv_a_ln.weight"),
 )
