@@ -137,9 +137,7 @@ def build_trainer(
     tokenizer, gauntlet = check_run(recipe, start, world, note, pretrained)
     data, clock, loader = open_batches(recipe, tokenizer, world, note)
     # 3. Build the model, with a microbatch that fits the memory.
-    chosen = _fitted(recipe, fit, start, run, world, note)
-    steps, microbatch = clock.total, chosen.microbatch
-    settle_compile(recipe, world, start, steps=steps, microbatch=microbatch, note=note)
+    chosen = _fitted(recipe, fit, start, run, world, note, steps=clock.total)
     root = build_model(recipe, world, meshes, note, checkpoint=start.checkpoint)
     job = RunContext(recipe, world, tokenizer, data, root, chosen.microbatch, note, run)
     # 4. Build the optimizer.
@@ -275,10 +273,12 @@ def _fitted(
     run: Storage,
     world: World,
     note: Callable[[str], None],
+    *,
+    steps: int,
 ) -> Fit:
     """Return the fit of a recipe, and set the recipe's `auto` to its choice; `note` reports why.
 
-    The microbatch is the one that the run begins with.
+    The microbatch is the one that the run begins with. `steps` is the length of the run.
     """
     parallel, begun_with, saved = recipe.parallel, None, start.checkpoint
     if saved is not None and not start.weights_only:
@@ -295,6 +295,8 @@ def _fitted(
         note(line)
     for key, value in chosen.choice.settings().items():
         setattr(parallel, key, value)
+    # before the microbatch, whose remembered and measured sizes are of a run that compiles or not
+    settle_compile(recipe, world, start, steps=steps, microbatch=chosen.microbatch, note=note)
     free = memory_of_process(world)
     return settle_microbatch(recipe, chosen, run, world, available=free, note=note)
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry.builders import compilation
+from llmfoundry.builders import compilation, trainer
 from llmfoundry.builders.compilation import settle_compile
 from llmfoundry.builders.resume import StartPoint
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.plan.compile_choice import FIRST_STEP, GAIN, REACHED, choose_compile, may_compile
+from llmfoundry.plan.search import Fit
 from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.load import checked
@@ -141,3 +142,20 @@ def test_a_checkpoint_has_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = train_here("cpu", "max_duration=1ba", "schedule.t_warmup=0ba", "eval=off")
     (state,) = folder.glob("checkpoints/*/state.json")
     assert json.loads(state.read_text())["compile"] is False
+
+
+def test_the_choice_is_made_before_a_limit_of_an_earlier_start_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a run that is compiled would forget the microbatch with which it ran out of memory."""
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    compiles: list[bool | str] = []
+
+    def settle(recipe: ResolvedTrainRecipe, fit: Fit, *arguments: Any, **settings: Any) -> Fit:
+        compiles.append(recipe.compile)
+        return fit
+
+    monkeypatch.setattr(trainer, "settle_microbatch", settle)
+    train_here("order", "max_duration=1ba", "schedule.t_warmup=0ba", "eval=off")
+    assert compiles == [False]
