@@ -24,6 +24,7 @@ ALIKE = ("llama-8b-lora", "mpt-7b-32k", "llama-8b-128k")
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|end_of_text|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
 ]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 GLU = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16}
@@ -31,6 +32,7 @@ MPT = {"d_model": 32, "n_layers": 2, "n_heads": 2, "no_bias": True}
 FFN = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
 DBRX = {"d_model": 32, "n_layers": 2, "n_heads": 2, "ffn_config": FFN}
 DBRX |= {"attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4}}
+OSS = GLU | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     "mosaicml/mpt-7b": (transformers.MptConfig, transformers.MptForCausalLM, MPT),
     "databricks/dbrx-instruct": (transformers.DbrxConfig, transformers.DbrxForCausalLM, DBRX),
@@ -40,6 +42,7 @@ MODELS = {
         transformers.LlamaForCausalLM,
         GLU,
     ),
+    "openai/gpt-oss-20b": (transformers.GptOssConfig, transformers.GptOssForCausalLM, OSS),
     "Qwen/Qwen3-8B": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, GLU),
 }
 CHATML = (
@@ -99,7 +102,9 @@ def test_rows_of_ones_own_fit_the_recipes(name: str) -> None:
 
 def test_all_recipes_of_the_table_are_there() -> None:
     named = "mpt-7b-sft mpt-7b-domain-adapt dbrx-full dbrx-lora llama-8b-sft llama-8b-lora"
-    named += " llama-8b-qlora qwen3-lora llama-8b-dpo mpt-7b-32k llama-8b-128k qwen3-128k"
+    named += (
+        " llama-8b-qlora qwen3-lora gpt-oss-lora llama-8b-dpo mpt-7b-32k llama-8b-128k qwen3-128k"
+    )
     assert {path.stem for path in HUB} == set(named.split())
 
 
@@ -114,7 +119,8 @@ def test_a_recipe_takes_two_steps_with_a_tiny_model(path: Path, tmp_path: Path) 
     tiny_model(written.model.pretrained, tmp_path / "model")
     words = ["eval=off", "logger=none", "max_duration=2ba", "global_train_batch_size=2"]
     words += ["parallel.context_parallel_degree=1"]  # more are in tests/distributed
-    words += ["max_seq_len=128", f"save_folder={tmp_path / 'run'}", "log_interval=1ba"]
+    length = 512 if written.tokenizer.chat_template == "gpt-oss" else 128  # it has a long preamble
+    words += [f"max_seq_len={length}", f"save_folder={tmp_path / 'run'}", "log_interval=1ba"]
     words += [f"model.pretrained={tmp_path / 'model'}", f"data.cache_folder={tmp_path / 'cache'}"]
     if written.data.is_supervised:
         row = ROWS[written.data.format]

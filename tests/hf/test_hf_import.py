@@ -188,6 +188,7 @@ MADE = [  # transformers' config and class, and the settings
     ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "shared_intermediate_size": 12}),
     ("GraniteMoeShared", {**LLAMA_SHAPE, **LOCAL_FEW, "attention_bias": True}),
     ("GptOss", GPT_OSS),
+    ("GptOss", GPT_OSS | {"rope_parameters": None}),  # YaRN, as gpt-oss has it
     ("GptOss", {**GPT_OSS, "layer_types": MIXED, "swiglu_limit": 0.2, "attention_bias": False}),
     ("DeepseekV2", DEEPSEEK),
     (

@@ -38,8 +38,17 @@ SHAPES = {  # of models on the hub: a recipe of ours that has theirs
     "meta-llama/Llama-3.1-8B": "llama-8b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama-8b",
     "Qwen/Qwen3-8B": "llama-8b",
+    "openai/gpt-oss-20b": "dbrx-mini",  # with another model
 }
-SLOW = ("dbrx-18b", "dbrx-35b", "dbrx-73b", "dbrx-lora", "llama-8b-128k", "qwen3-lora")
+SLOW = (
+    "dbrx-18b",
+    "dbrx-35b",
+    "dbrx-73b",
+    "dbrx-lora",
+    "llama-8b-128k",
+    "qwen3-lora",
+    "gpt-oss-lora",
+)
 """Recipes whose counts take seconds, and are like others'."""
 QWEN3 = {"n_layers": 36, "vocab_size": 151_936}  # and its feed-forward layer's width is 12,288
 
@@ -106,8 +115,9 @@ def shape(written: FinetuneRecipe) -> ModelConfig:
     pretrained = str(written.model.pretrained)
     if pretrained.startswith("runs/my"):
         pretrained = "meta-llama/Llama-3.1-8B-Instruct"
+    words = ("model=gpt-oss-20b",) if pretrained.startswith("openai") else ()
     ours = with_guessed_vocabulary(
-        load(TrainRecipe, YAMLS / f"{SHAPES[pretrained]}.yaml").resolve()
+        load(TrainRecipe, YAMLS / f"{SHAPES[pretrained]}.yaml", words).resolve()
     ).model
     if pretrained.startswith("Qwen"):
         ffn = dataclasses.replace(ours.ffn_config, ffn_hidden_size=12_288)
