@@ -41,6 +41,7 @@ from llmfoundry.models.router import Routed, Routing, over_layers
 from llmfoundry.models.tensor_parallel import TensorRanks
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
+from llmfoundry.ops.devices import has_autocast
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_log_probs, linear_losses
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.recipe.attention import LayerConfig
@@ -417,7 +418,7 @@ class Decoder(nn.Module):
         if self.config.learned_pos_emb:
             x = x + self.wpe(positions if ranks is None else ranks.local_tokens(positions))
         # FSDP gathers bf16 weights; the dtype of the residual stream does not depend on that
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        if has_autocast(x.device.type) and x.dtype != torch.float64:
             x = x.to(self.residual_dtype)
         # scale the gradient of the embedding without changing its value
         fraction = self.config.embedding_fraction
