@@ -37,11 +37,13 @@ class PlannedDevice:
         kind: device type, such as `cuda`.
         kernel: wraps a function of PyTorch operations so that it counts as one kernel.
         load: expert load of this rank, in units of the mean.
+        used: share of the experts' rows that matmuls compute (parallel.expert_capacity).
     """
 
     kind: str
     kernel: Callable[[Callable[..., Any]], Callable[..., Any]]
     load: float = 1.0
+    used: float = 1.0
 
     def rows(self, count: int, processes: int) -> tuple[list[int], list[int]]:
         """Split `count` rows over ranks: rows to send to and to receive from each rank."""

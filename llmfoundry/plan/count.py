@@ -189,6 +189,8 @@ def _count(
         recipe.precision,
         recipe.residual_dtype,
         recipe.parallel.context_parallel_method,
+        recipe.parallel.expert_capacity,
+        recipe.parallel.expert_halves,
     ]
     facts += [replace(degrees, replicate=1, shard=1), degrees.is_replicas, device.type]
     known = _known if meta_model is None else _known_of.setdefault(meta_model, {})
@@ -275,7 +277,14 @@ class _Setting:
                 model = self.meta_model
                 trains = model is None or any(p.requires_grad for p in model.parameters())
                 counter = _Counter(
-                    recipe, root, kind, layouts, loads, is_sharded=is_sharded, trains=trains
+                    recipe,
+                    root,
+                    kind,
+                    layouts,
+                    loads,
+                    is_sharded=is_sharded,
+                    trains=trains,
+                    used=1 / min(recipe.parallel.expert_capacity or 1, degrees.expert),
                 )
                 yield counter, kinds
 
@@ -453,8 +462,10 @@ class _Counter:
         *,
         is_sharded: bool,
         trains: bool,
+        used: float,
     ) -> None:
         self._loads, self._trains = loads, trains
+        self._used = used
         self._recipe, self._root, self._is_sharded = recipe, root, is_sharded
         self._kind, self._shard, self._layouts = kind, token_sharding(root), layouts
         vocabulary = root.model.head_weight
@@ -469,7 +480,7 @@ class _Counter:
 
     @contextmanager
     def _counting(self, load: float = 1.0) -> Iterator[None]:
-        what = PlannedDevice(self._kind, self._meter.kernel, load)
+        what = PlannedDevice(self._kind, self._meter.kernel, load, self._used)
         with ExitStack() as stack:
             stack.enter_context(planned_for(what))
             if self._kind == "cuda":

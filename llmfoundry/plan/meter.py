@@ -411,7 +411,9 @@ def _products(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     if packet is None:
         return 0.0
     if "grouped_mm" in func.name():
-        return 2.0 * args[0].numel() * args[1].shape[-1]
+        what = planned()
+        used = 1.0 if what is None else what.used
+        return 2.0 * used * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(packet)
     if formula is None:
         return 0.0

@@ -82,6 +82,17 @@ def test_the_loss_moves_ten_bytes_a_logit_on_a_gpu(precision: str, expected: int
     assert many.moved - few.moved == many.fused - few.fused == expected * 512 * LENGTH
 
 
+def test_a_capacity_costs_memory_but_no_products_of_unused_rows() -> None:
+    """And then the load of experts costs no more."""
+    degrees = Degrees(shard=8, expert=4)
+    exact = count(mixture(), degrees, device=GPU)
+    bounded = count(mixture(expert_parallel_degree=4, expert_capacity=2.0), degrees, device=GPU)
+    assert products(bounded) == pytest.approx(products(exact), rel=1e-6)
+    (before,), (after,) = exact.blocks, bounded.blocks
+    assert after.kept.row > 1.2 * before.kept.row
+    assert before.kept.load > 0 == after.kept.load
+
+
 def test_experts_in_fp32_are_counted_as_others() -> None:
     """A GPU multiplies them, though PyTorch's fake operator refuses."""
     exact, mixed = mixture(), mixture()
