@@ -73,10 +73,9 @@ def logit_kernel(
         for start in range(0, V, WIDTH):
             column = start + tl.arange(0, WIDTH)
             mask = (column < V) & keep
-            x = tl.load(logits + column, mask=mask, other=-float("inf")).to(tl.float32)
+            x = tl.load(logits + column, mask=mask, other=0.0).to(tl.float32)
             x, _ = _capped(x, scale, softcap, CAPPED)
-            if CAPPED:
-                x = tl.where(mask, x, -float("inf"))  # tanh made masked logits finite
+            x = tl.where(mask, x, -float("inf"))  # masked columns; the cap would make them finite
             gap = x - peak
             smaller = tl.exp(-tl.abs(gap))
             total = tl.where(gap > 0.0, total * smaller + 1.0, total + smaller)
@@ -100,14 +99,9 @@ def logit_kernel(
     if GRADIENT:
         # 16-bit gradients fill the first half of the row: every store overwrites logits of this
         # tile or of earlier tiles, so that all threads must have loaded the tile
-        grads += (
-            row
-            * V
-            * (
-                logits.dtype.element_ty.primitive_bitwidth
-                // grads.dtype.element_ty.primitive_bitwidth
-            )
-        )
+        wide: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth
+        narrow: tl.constexpr = grads.dtype.element_ty.primitive_bitwidth
+        grads += row * V * (wide // narrow)
         factor = 1.0
         if WEIGHTED:
             factor = tl.load(factors + row).to(tl.float32)
@@ -144,9 +138,9 @@ def logit_pass(
     arguments = (
         logits,
         logits if grad_dtype is None else logits.view(grad_dtype),
-        labels,
-        logits if factor is None else factor,
-        log_sums if log_sum is None else log_sum,
+        labels.contiguous(),  # expanded values have a stride of 0
+        logits if factor is None else factor.contiguous(),
+        log_sums if log_sum is None else log_sum.contiguous(),
         targets,
         vocabulary,
         first or 0,
