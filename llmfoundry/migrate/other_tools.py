@@ -11,6 +11,7 @@ from __future__ import annotations
 from llmfoundry.migrate.detect import file_hint
 from llmfoundry.migrate.llm_foundry import LLM_FOUNDRY
 from llmfoundry.recipe.not_supported import (
+    DISTILLATION,
     LOW_RANK_OPTIMIZERS,
     NEFTUNE,
     ONLINE_RL,
@@ -404,6 +405,11 @@ MISSING_HERE = (
         " virtual_pipeline_model_parallel_size pipeline_parallel_microbatch_size"
         " num_layers_per_virtual_pipeline_stage",
         why=PIPELINE,
+    ),
+    OtherToolKey(
+        "teacher teacher_model teacher_model_name_or_path kd_trainer kd_alpha kd_ce_alpha"
+        " kd_temperature distillation distillation.* distill kd_ratio kd_loss gkd",
+        why=DISTILLATION,
     ),
     OtherToolKey("num_virtual_tokens prompt_tuning prefix_tuning ia3", why=OTHER_ADAPTERS),
     OtherToolKey(

@@ -153,6 +153,8 @@ TYPED = {
         "load_in_4bit=false": "remove it: off unless",
         "use_peft=false": "adapter=none",
         "neftune_noise_alpha=5": "not supported: noise on embeddings (NEFTune)",
+        "teacher_model_name_or_path=gpt2": "not supported: distillation",
+        "loss.name=distill": "not supported: distillation",
         "rl=grpo": "not supported: online reinforcement learning",
         "preference=grpo": "not supported: online reinforcement learning",
         "preference=reward": "not supported: reward models; preference=dpo",
