@@ -4,7 +4,8 @@ Entry point: `use_float8`, which `builders/trainer.py` calls on the meta device 
 sharded. A dense linear layer of a block then casts its input, its weight and the gradient of its
 output to fp8 with dynamic scales, for each matmul (torchao's Float8Linear). Stored weights,
 gradients and everything else are as under amp_bf16. Embedding, head and routers stay bf16, as in
-torchao and torchtitan. Experts stay bf16 because no library trains them in fp8 yet.
+torchao and torchtitan. Experts stay bf16: torchao 0.18 trains them in fp8 as a prototype, whose
+rowwise matmuls (Hopper) cannot be emulated, and so not be tested without such a GPU.
 """
 
 from __future__ import annotations

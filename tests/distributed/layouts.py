@@ -282,6 +282,9 @@ SLOW: dict[str, dict[str, Entry]] = {layout: every(layout) for layout in LAYOUTS
         }.items()
     },
     "halves": {
+        "halves-compiled-capacity": replace(
+            LAYOUTS["expert"], halves=True, capacity=1.0, compiled=True
+        ),
         "halves-expert-whole": replace(LAYOUTS["expert"], halves=True, checkpointing="whole"),
         "halves-expert-selective": replace(
             LAYOUTS["expert"], halves=True, checkpointing="selective", model="dbrx-shared"
