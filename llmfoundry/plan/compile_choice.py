@@ -18,7 +18,7 @@ from llmfoundry.plan.seconds import speeds, step_seconds
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.hardware import Gpu
-from llmfoundry.recipe.model import HFModelConfig
+from llmfoundry.recipe.model import HFModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.train import AUTO, ResolvedTrainRecipe
 
 FIRST_STEP = 60.0
@@ -84,8 +84,14 @@ def choose_compile(
             step_seconds(way, world_size, microbatch, reached).total for way in (recipe, compiled)
         )
         gain = plain - faster
-    kinds = len({(layer.window, layer.rotary) for layer in recipe.model.layers()})
-    return pays(steps, gain, kinds)
+    return pays(steps, gain, _kinds_of_blocks(recipe.model))
+
+
+def _kinds_of_blocks(model: ResolvedModelConfig) -> int:
+    """Return the number of kinds of blocks that are compiled separately."""
+    dense = model.ffn_config.first_k_dense_replace or 0
+    layers = enumerate(model.layers())
+    return len({(layer.window, layer.rotary, number < dense) for number, layer in layers})
 
 
 def pays(steps: int, gain: float, kinds: int) -> CompileChoice:

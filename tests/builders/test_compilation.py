@@ -60,6 +60,13 @@ def test_a_run_compiles_once_its_steps_save_twice_the_time_of_compiling(gpu: str
     assert not choose(recipe, steps=int(enough * 0.95), gpu=sheet)[0]
 
 
+def test_every_kind_of_block_is_compiled_at_each_start() -> None:
+    once = choose(recipe_of("dbrx-mini"))[1]
+    dense = ("model.ffn_config.first_k_dense_replace=2", "model.ffn_config.dense_hidden_size=512")
+    twice = choose(recipe_of("dbrx-mini", *dense))[1]
+    assert "compiling takes 1m00s at each" in once and "takes 2m00s at each" in twice
+
+
 def test_what_compile_true_refuses_is_off_with_the_reason() -> None:
     shared = recipe_of(
         "dbrx-mini",
