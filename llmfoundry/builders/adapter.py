@@ -6,7 +6,7 @@ base has its weights. `models.adapter` knows which parameters belong to an adapt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from llmfoundry.models.adapter import (
 from llmfoundry.models.adapter_targets import matches, plan_adapter
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
+from llmfoundry.recipe.adapter import NEW
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.paths import find_file
@@ -120,21 +121,32 @@ def _hold_frozen(
         )
 
 
-def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) -> None:
+def train_new_rows(
+    recipe: ResolvedFinetuneRecipe, new_ids: Sequence[int], note: Callable[[str], None]
+) -> None:
     """Ensure that the rows of new tokens are trained.
 
-    All new rows are equal at first. With an adapter, embedding and head are then trained in full,
-    and are added to `adapter.modules_to_save` of the resolved and the user's recipe.
+    All new rows are equal at first. With an adapter, `adapter.trainable_token_indices: new` becomes
+    their ids in the resolved and the user's recipe; if it is unset, embedding and head are trained
+    in full, and are added to `adapter.modules_to_save` of both.
 
     Args:
         recipe: recipe of the run.
-        note: reports names that are added to `adapter.modules_to_save`.
+        new_ids: ids of the new tokens; may be empty.
+        note: reports what is added to `adapter`.
 
     Raises:
-        UserError: the rows cannot be trained.
+        UserError: the rows cannot be trained, or there are none.
     """
+    adapter, key = recipe.adapter, "adapter.trainable_token_indices"
+    if adapter.trainable_token_indices and isinstance(recipe.model, HFModelConfig):
+        raise UserError(f"{key}: is the decoder's alone; remove it")
+    if not new_ids:
+        if adapter.trainable_token_indices == NEW:
+            raise UserError(f"{key}: new, but the recipe adds no tokens; remove it, or write ids")
+        return
+
     # class of transformers
-    adapter = recipe.adapter
     if isinstance(recipe.model, HFModelConfig):
         if adapter.name == "none":
             return
@@ -166,7 +178,19 @@ def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) 
             " scripts/convert.py to=hf, and write its output as model.pretrained"
         )
 
-    # a new adapter: train the tables in full next to it
+    # a new adapter: train the rows of these tokens next to it
+    if adapter.trainable_token_indices is not None:
+        _train_rows_alone(recipe, new_ids)
+        return
+
+    _train_tables(recipe, tables, note)
+
+
+def _train_tables(
+    recipe: ResolvedFinetuneRecipe, tables: Sequence[str], note: Callable[[str], None]
+) -> None:
+    """Add `tables`, unless they train already, to `adapter.modules_to_save` of both recipes."""
+    adapter = recipe.adapter
     targets = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     trained = [*adapter.modules_to_save, *targets]
     missing = [table for table in tables if not any(matches(p, table) for p in trained)]
@@ -177,6 +201,20 @@ def train_new_rows(recipe: ResolvedFinetuneRecipe, note: Callable[[str], None]) 
             f"adapter.modules_to_save: {', '.join(missing)} trains whole as well, for the rows of"
             " new tokens"
         )
+
+
+def _train_rows_alone(recipe: ResolvedFinetuneRecipe, new_ids: Sequence[int]) -> None:
+    """Write the ids of new tokens in place of `new`, or check that the recipe's ids have them."""
+    adapter, key = recipe.adapter, "adapter.trainable_token_indices"
+    if adapter.trainable_token_indices == NEW:
+        adapter.trainable_token_indices = [*new_ids]
+        problems = [*adapter.check()]
+        if problems:
+            raise UserError(*problems)
+        recipe.user_recipe.adapter.trainable_token_indices = [*new_ids]
+    missing = sorted({*new_ids} - {*(adapter.trainable_token_indices or ())})
+    if missing:
+        raise UserError(f"{key}: leaves out the new token {missing[0]}, whose row must train")
 
 
 def _add_to_class(

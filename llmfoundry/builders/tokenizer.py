@@ -58,8 +58,8 @@ def settle_vocabulary(
     if isinstance(recipe, ResolvedFinetuneRecipe):
         rows = recipe.model.vocab_size
         fit_vocabulary(recipe.model, tokenizer, recipe.base)
-        if tokenizer.new_tokens or recipe.model.vocab_size != rows:
-            train_new_rows(recipe, note)
+        new_ids = set(range(rows, tokenizer.vocab_size)) | set(tokenizer.new_ids)
+        train_new_rows(recipe, sorted(new_ids), note)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     size = recipe.model.vocab_size
     if size < tokenizer.vocab_size:

@@ -102,6 +102,9 @@ def _add(name: str, target: AdapterTarget, lora: LowRank, dtype: torch.dtype) ->
     for key, shape in shapes.items():
         empty = torch.empty(shape, dtype=dtype, device=device)
         module.register_parameter(prefix + key, nn.Parameter(empty))
+    if lora.tokens:
+        selection = A if target.kind == "embedding" else B
+        getattr(module, selection).requires_grad_(False)
     if lora.init == "pissa":
         for key, like in ((A_INIT, A), (B_INIT, B)):
             initial = torch.empty(shapes[like], dtype=dtype, device=device)
@@ -130,6 +133,8 @@ def init_adapter(model: nn.Module, seed: int) -> None:
         a, b = getattr(module, prefix + A), getattr(module, prefix + B)
         if lora.init == "pissa":
             _init_from_singular_values(module, lora)
+        elif lora.tokens:
+            _init_token_rows(a, b, lora, is_embedding=isinstance(module, nn.Embedding))
         elif isinstance(module, nn.Embedding):  # as in peft: A is 0 and B is sampled
             assign(a, torch.zeros(a.shape, device=a.device))
             sample(b, Distribution(1.0), seed, f"{name}.{prefix}{B}")
@@ -140,6 +145,17 @@ def init_adapter(model: nn.Module, seed: int) -> None:
             assign(b, torch.zeros(b.shape, device=b.device))
         if lora.dora:
             assign(getattr(module, MAGNITUDE), row_norms(_FullParameters(module), lora))
+
+
+def _init_token_rows(a: Tensor, b: Tensor, lora: LowRank, *, is_embedding: bool) -> None:
+    """Select the tokens by one factor; the other, their rows' change, is 0."""
+    selection, change = (a, b) if is_embedding else (b, a)
+    chosen = torch.zeros(selection.shape, device=selection.device)
+    numbers = torch.arange(lora.r, device=selection.device)
+    ids = torch.tensor(lora.tokens, device=selection.device)
+    chosen[(numbers, ids) if is_embedding else (ids, numbers)] = 1
+    assign(selection, chosen)
+    assign(change, torch.zeros(change.shape, device=change.device))
 
 
 @torch.no_grad()

@@ -120,7 +120,39 @@ def plan_adapter(
         check_fit(name, targets[name], lora)
         plan[name] = lora
     check_tied(plan, model, _KEY)
-    return plan
+    return plan | _token_rows(model, targets, config, plan)
+
+
+def _token_rows(
+    model: Decoder,
+    targets: Mapping[str, AdapterTarget],
+    config: ResolvedAdapterConfig,
+    plan: Mapping[str, LowRank],
+) -> dict[str, LowRank]:
+    """Return the adapters of embedding and head for `trainable_token_indices`.
+
+    An adapter of as many ranks as tokens is exactly a change of their rows, and a peft folder has
+    it as such.
+    """
+    key, ids = "adapter.trainable_token_indices", config.trainable_token_indices
+    if not ids:
+        return {}
+    if model.config.tie_word_embeddings:
+        raise UserError(
+            f"{key}: the embedding is the head as well (tie_word_embeddings); write"
+            " modules_to_save: [wte], which trains all its rows"
+        )
+    if isinstance(ids, str):  # a sketch of the run, whose tokens are not known yet
+        ids = [0]
+    if max(ids) >= model.config.vocab_size:
+        raise UserError(f"{key}: {max(ids)}, but the model has {model.config.vocab_size} rows")
+    rows = {
+        name: LowRank(len(ids), len(ids), targets[name].parts, tokens=tuple(ids))
+        for name in ("wte", "lm_head")
+    }
+    for name in rows.keys() & plan.keys():
+        raise UserError(f"{key}: {name} has an adapter already; leave it out of target_modules")
+    return rows
 
 
 def check_tied(names: Collection[str], model: Decoder, where: str) -> None:

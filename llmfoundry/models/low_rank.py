@@ -41,6 +41,8 @@ class LowRank:
         dora: train the magnitude of each output row separately (Liu et al., 2024).
         init: `default`, `gaussian` or `pissa`.
         shared: all stacked experts share one pair A, B.
+        tokens: ids of the tokens whose rows of an embedding or head the adapter changes. The frozen
+            factor selects them (A of an embedding, B of a head), and the other has the changes.
         on: if False, the layer computes the base model.
     """
 
@@ -52,6 +54,7 @@ class LowRank:
     dora: bool = False
     init: str = "default"
     shared: bool = False
+    tokens: tuple[int, ...] = ()
     on: bool = field(default=True, compare=False)
 
     @property

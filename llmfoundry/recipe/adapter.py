@@ -80,6 +80,8 @@ EXPERTS = ("independent", "shared")
 _LORA = Only("name", "lora")
 _NEW_LORA = (_LORA, Unless("pretrained", why="whose folder decides it"))
 ALL_LINEAR = "all-linear"
+NEW = "new"
+MOST_ROWS = 256  # of tokens that train alone: a row of the vocabulary's length selects each
 
 
 @dataclass
@@ -129,11 +131,31 @@ class AdapterConfig:
     """Modules, such as wte or lm_head, that train in full and are saved with the adapter. Embedding
     and head are added to the list where `tokenizer.chat_template` adds tokens."""
 
+    trainable_token_indices: Annotated[str | list[int] | None, _NEW_LORA] = None
+    """Ids of tokens whose rows of embedding and head train next to the low-rank matrices, or new:
+    the tokens that the recipe adds. All other rows stay. Unset: embedding and head train in full
+    where tokens are added. The decoder's alone, and not with tied embeddings."""
+
     def check(self, key: str = "adapter.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""
         yield from check_fields(key, self)
+        yield from self._check_tokens(f"{key}trainable_token_indices")
         if self.name == "lora" and not self.target_modules and self.target_modules is not None:
             yield f"{key}target_modules: names nothing; write all-linear, or names such as Wqkv"
+
+    def _check_tokens(self, key: str) -> Iterator[str]:
+        ids = self.trainable_token_indices
+        if isinstance(ids, str) and ids != NEW:
+            yield f"{key}: {ids}; write {NEW}, or a list of ids"
+        if isinstance(ids, list) and len(ids) > MOST_ROWS:
+            yield (
+                f"{key}: {len(ids)} tokens; write at most {MOST_ROWS}, or modules_to_save: [wte,"
+                " lm_head], which trains all rows"
+            )
+        if isinstance(ids, list) and (len(set(ids)) < len(ids) or min(ids, default=0) < 0):
+            yield f"{key}: write each id once, from 0"
+        if ids and self.use_dora:
+            yield f"{key}: rows of tokens have no magnitude; write use_dora: false, or remove one"
 
     def fill(self) -> None:
         """Resolve defaults in place."""

@@ -210,6 +210,24 @@ def test_an_adapted_head_gives_the_loss_and_gradients_of_its_merged_weight(kind:
     )
 
 
+def test_rows_of_tokens_have_the_gradients_of_the_full_tables() -> None:
+    ids, labels, untied = [3, 60, 17], TOKENS.roll(-1, 1), {"tie_word_embeddings": False}
+    plain = make_model(**untied)
+    model = adapted(make_model(**untied), trainable_token_indices=ids, use_rslora=True)
+    for one in (plain, model):
+        one.loss(one(TOKENS), labels).backward()
+    embedding, head = model.wte.lora_B.grad, model.lm_head.lora_A.grad
+    torch.testing.assert_close(embedding.T, plain.wte.weight.grad[ids])
+    torch.testing.assert_close(head, plain.lm_head.weight.grad[ids])
+    assert embedding.abs().max() > 0 and head.abs().max() > 0
+    assert model.wte.lora_A.grad is None and model.lm_head.lora_B.grad is None
+    # What moves is rows of the tables, and no others.
+    merged = MergedState(trained(model))
+    for name, table in (("wte.weight", plain.wte.weight), ("lm_head.weight", plain.lm_head.weight)):
+        rows = (merged[name] != table).any(1).nonzero().flatten().tolist()
+        assert rows == sorted(ids)
+
+
 def test_values_are_a_function_of_seed_and_name() -> None:
     one, other = adapted(make_model(**DMOE)), adapted(make_model(**DMOE), target_modules=["w2"])
     for name, parameter in other.named_parameters():

@@ -144,6 +144,7 @@ VALUES: Values = {  # of a certain form
     "launch.mounts": ["a:/b"],
     "launch.resources": {"cpu": 1},
     "launch.options": ["-p", "22"],
+    "adapter.trainable_token_indices": [5],
     "held_out": {"size": 64, "tokens": 1e6},
     "launch": {"target": "slurm"},
     "sizes": [128],

@@ -233,10 +233,13 @@ CALLS = ("data.paths=[calls.jsonl]", "data.validation_fraction=0", "data.format=
          "optimizer.lr=1e-2")  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, tied: bool) -> None:
+ALONE_ROWS = "adapter.trainable_token_indices=new"
+
+
+@pytest.mark.parametrize("trained", ["tied", "tables", "rows"])
+def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, trained: str) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    base, name = f"rows-{tied}", f"calls-{tied}"
+    base, name, tied = f"rows-{trained}", f"calls-{trained}", trained == "tied"
     words = ("model.vocab_size=257", f"model.tie_word_embeddings={tied}")
     train_here(base, "max_duration=1ba", "eval=off", *words)
     rows = {"prompt": "1+1?", "response": "<|call|>1+1<|result|>2"}
@@ -246,9 +249,13 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, tied: b
         UserError, match="tokens need as many rows, and the model has 0 free; write"
     ):
         finetune_here(name, *calls)
-    run = finetune_here(name, *calls, RESIZE, "save_interval=1ba")
-    tables = ["wte"] if tied else ["wte", "lm_head"]
-    assert load_run(run / "recipe.yaml").adapter.modules_to_save == tables
+    rows_alone = (ALONE_ROWS, "adapter.use_dora=false") if trained == "rows" else ()
+    calls = (*calls, RESIZE, "save_interval=1ba", *rows_alone)
+    run = finetune_here(name, *calls)
+    adapter = load_run(run / "recipe.yaml").adapter
+    tables = {"tied": ["wte"], "tables": ["wte", "lm_head"], "rows": []}[trained]
+    assert adapter.modules_to_save == tables
+    assert adapter.trainable_token_indices == ([257, 258] if trained == "rows" else None)
     # The new rows trained, each by itself.
     merged = to("hf", f"{name}-hf", str(run))
     model = transformers.AutoModelForCausalLM.from_pretrained(merged)
@@ -257,6 +264,12 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, tied: b
     assert (call, result) == (257, 258)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         assert (table.weight[call] - table.weight[result]).abs().max() > 1e-3
+    if trained == "rows":  # no other row moved, and no table is saved
+        before = load_checkpoint(f"runs/{base}", ALONE, note=print).root.model
+        assert torch.equal(model.get_input_embeddings().weight[:257], before.wte.weight)
+        assert torch.equal(model.get_output_embeddings().weight[:257], before.lm_head.weight)
+        saved = dtypes(run / "checkpoints/ba0000002")
+        assert not {"model.wte.weight", "model.lm_head.weight"} & {*saved}
     # The adapter is the same model in peft.
     adapted = peft.AutoPeftModelForCausalLM.from_pretrained(to("peft", f"{name}-peft", str(run)))
     tokens = torch.cat([TOKENS, torch.tensor([[call], [result]])], 1)
@@ -265,7 +278,7 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, tied: b
     # A resumed run takes the same step.
     again = shutil.copytree(run, f"runs/{name}-again")
     shutil.rmtree(f"{again}/checkpoints/ba0000002")
-    finetune_here(f"{name}-again", *calls, RESIZE, "save_interval=1ba", "autoresume=true")
+    finetune_here(f"{name}-again", *calls, "autoresume=true")
     one, other = (
         load_file(folder / "checkpoints/ba0000002/adapter/adapter_model.safetensors")
         for folder in (run, Path(again))
@@ -276,6 +289,35 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, tied: b
         UserError, match=r"<\|call\|> is a token of the tokenizer already \(id 257\)"
     ):
         finetune_here("calls-on", *calls, f"model.pretrained={run}")
+
+
+def test_rows_that_cannot_train_alone_are_refused(place: Path) -> None:
+    rows = {"prompt": "1+1?", "response": "2"}
+    Path("alone.jsonl").write_text((json.dumps(rows) + "\n") * 16)
+    calls = (*CALLS, "data.paths=[alone.jsonl]", "adapter.use_dora=false")
+    train_here("untied", "max_duration=1ba", "eval=off", "model.tie_word_embeddings=false")
+    untied = (*calls, "model.pretrained=runs/untied")
+    for words, message in {
+        (*calls, ALONE_ROWS): r"trainable_token_indices: the embedding is the head as well",
+        (*untied, ALONE_ROWS, "tokenizer.add_tokens=[]"): "new, but the recipe adds no tokens",
+        (*untied, "adapter.trainable_token_indices=[5]"): "leaves out the new token 257",
+        (*untied, "adapter.trainable_token_indices=[5,5]"): "write each id once",
+        (*untied, "adapter.trainable_token_indices=all"): "all; write new, or a list of ids",
+        (*untied, ALONE_ROWS, "adapter.use_dora=true"): "have no magnitude",
+        (
+            *untied,
+            ALONE_ROWS,
+            "adapter.target_modules=[wte,Wqkv]",
+            "adapter.lora_dropout=0",
+        ): "wte has an adapter already",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            finetune_here("refused", *words)
+    one = finetune_here("old-rows", *untied, "tokenizer.add_tokens=[]",
+                        "adapter.trainable_token_indices=[50]")  # fmt: skip
+    after = load_checkpoint(str(one), ALONE, note=print).root.model
+    moved = MergedState(after)["wte.weight"] != after.wte.weight
+    assert moved.any(1).nonzero().flatten().tolist() == [50]
 
 
 def test_tokens_take_rows_that_the_model_has(place: Path) -> None:

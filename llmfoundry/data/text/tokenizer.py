@@ -280,6 +280,12 @@ class Tokenizer:
             )
         self._add(tokens)
 
+    @property
+    def new_ids(self) -> list[int]:
+        """Return the ids of `new_tokens`."""
+        ids = [self._backend.token_to_id(token) for token in self.new_tokens]
+        return [token_id for token_id in ids if token_id is not None]
+
     def _add(self, tokens: Sequence[str]) -> None:
         if not tokens:
             return
