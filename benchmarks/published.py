@@ -50,6 +50,9 @@ FLASH_1 = {"a100": 0.34, "h100": 0.21}
 """Share of tflops that FlashAttention 1 reaches forward and backward, with 128 numbers a head: 105
 of 312 on A100 (Dao, 2023, figure 4); 210 of 989 on H100, which no paper has: fitted to the rows of
 65,536 tokens of the same table, in which little else takes time. The score leaves these out too."""
+FLEX = 0.86
+"""Speed of FlexAttention over that of FlashAttention 2: 0.9 forward, 0.85 backward (He et al.,
+2024, pytorch.org/blog/flexattention)."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def _foundry_row(row: dict[str, str]) -> Row:
         f"{row['model']} {row['max_seq_len']} {row['recomputation']}",
         recipe,
         hardware,
-        _with_attention(speeds(hardware.gpu, recipe), 1, row["gpu"]),
+        _with_attention(speeds(hardware.gpu, recipe), "1", row["gpu"]),
         step / float(row["tokens_s_gpu"]) / gpus,
         is_fitted=_is_fitted(row),
         halves_gradients=row["reduced_in"] == "bf16",
@@ -187,14 +190,15 @@ def _is_fitted(row: dict[str, str]) -> bool:
     return is_model and row["max_seq_len"] == "2048" and row["gpu"] != "a100-40gb"
 
 
-def _with_attention(reached: Speeds, version: int, gpu: str) -> Speeds:
-    """Of another FlashAttention than 2."""
-    peak = reached.gpu.tflops * 1e12
-    if version == 1:
-        return dataclasses.replace(reached, attention=FLASH_1[gpu.partition("-")[0]] * peak)
-    if version == 3:
-        return dataclasses.replace(reached, attention=FLASH_3 * reached.gpu.attention * peak)
-    return reached
+def _with_attention(reached: Speeds, kernel: str, gpu: str) -> Speeds:
+    """Return the speeds with another kernel than FlashAttention 2: 1, 3 or FlexAttention."""
+    rates = {
+        "1": FLASH_1.get(gpu.partition("-")[0], 0.0) * reached.gpu.tflops * 1e12,
+        "2": reached.attention,
+        "3": FLASH_3 * reached.attention,
+        "FlexAttention": FLEX * reached.attention,
+    }
+    return dataclasses.replace(reached, attention=rates[kernel])
 
 
 @cache
@@ -221,13 +225,15 @@ def _row(
     hardware: Hardware,
     seconds: float,
     *,
-    attention: int,
+    attention: str,
     **others: Any,
 ) -> Row:
     """Return a run with what is known of its source."""
     known = _sources().get(source, {})
     reached = _with_attention(speeds(hardware.gpu, recipe), attention, hardware.name)
-    reached = dataclasses.replace(reached, cast=known.get("cast", reached.cast))
+    rate = reached.attention / known.get("documents", 1.0)
+    cast = known.get("cast", reached.cast)
+    reached = dataclasses.replace(reached, attention=rate, cast=cast)
     return Row(
         source,
         name,
@@ -235,6 +241,7 @@ def _row(
         hardware,
         reached,
         seconds,
+        is_fitted=known.get("fitted", False),
         halves_gradients=known.get("gradients") == "bf16",
         recomputed=known.get("recomputed", 0.0),
         has_deepep=known.get("dispatch") == "deepep",
@@ -254,7 +261,7 @@ def others() -> Iterator[Row]:
             recipe,
             hardware,
             _published_seconds(row, recipe, hardware),
-            attention=row.get("attention", 2),
+            attention=str(row.get("attention", 2)),
             is_best=row["layout"] == "best",
             is_whole_run=row.get("whole_run", False),
             note=row["note"],
@@ -277,7 +284,7 @@ def runs(file: Path = FOLDER / "runs.csv") -> Iterator[Row]:
                 recipe,
                 hardware,
                 tokens / hardware.gpus / float(row["tokens_per_s_per_gpu"]),
-                attention=int(row["attention"].split()[-1]),
+                attention=row["attention"].split()[-1],
                 is_best=row["plan_own_layout"] == "True",
                 note=row["note"],
             )
