@@ -38,7 +38,7 @@ from llmfoundry.plan.layouts import Cluster, ParallelLayout, rank
 from llmfoundry.plan.memory import estimate
 from llmfoundry.plan.microbatch_sizes import memory_of_gpu, rooms
 from llmfoundry.plan.search import ActivationChoice
-from llmfoundry.plan.seconds import FLASH_3, Speeds, StepSeconds, speeds, step_seconds
+from llmfoundry.plan.seconds import FLASH_3, FLEX, Speeds, StepSeconds, speeds, step_seconds
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import recomputation
 from llmfoundry.recipe.train import ResolvedTrainRecipe
@@ -50,9 +50,6 @@ FLASH_1 = {"a100": 0.34, "h100": 0.21}
 """Share of tflops that FlashAttention 1 reaches forward and backward, with 128 numbers a head: 105
 of 312 on A100 (Dao, 2023, figure 4); 210 of 989 on H100, which no paper has: fitted to the rows of
 65,536 tokens of the same table, in which little else takes time. The score leaves these out too."""
-FLEX = 0.86
-"""Speed of FlexAttention over that of FlashAttention 2: 0.9 forward, 0.85 backward (He et al.,
-2024, pytorch.org/blog/flexattention)."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,15 @@ from llmfoundry.plan.search import ActivationChoice, Fit, Search, choices, memor
 from llmfoundry.plan.seconds import (
     COPIES,
     CUDA,
+    FLEX,
+    SHORT,
     STRAGGLING,
     Matmul,
     head,
     products,
     speeds,
     step_seconds,
+    unmeasured,
 )
 from llmfoundry.recipe.hardware import GPUS
 from llmfoundry.recipe.load import checked
@@ -104,6 +107,34 @@ def test_every_doubling_of_the_nodes_adds_the_same_share() -> None:
     shares = [step.stragglers / (step.total - step.stragglers) for step in steps[1:]]
     assert shares[0] == pytest.approx(STRAGGLING, rel=0.1)  # communication does not wait
     assert shares[1] == pytest.approx(3 * STRAGGLING, rel=0.1)
+
+
+LATENT = [
+    "model.attn_config.attn_type=multihead_latent_attention",
+    "~model.attn_config.kv_n_heads",
+    "model.attn_config.kv_lora_rank=512",
+    "model.attn_config.qk_nope_head_dim=128",
+    "model.attn_config.qk_rope_head_dim=64",
+    "model.attn_config.v_head_dim=128",
+]
+
+
+def test_latent_attention_multiplies_queries_and_keys_wider_than_values() -> None:
+    """DeepSeek's widths: q k^T over 128 + 64 numbers a head, the sum of values over 128."""
+    recipe = spread("llama-1b", [*SMALL, *LATENT])
+    reached = speeds(H100, recipe)
+    step = step_seconds(recipe, 1, 4, reached)
+    pairs = 64 * 2048 * 2048 / 2  # tokens of 64 sequences, and the keys that each sees
+    flops = 3.5 * 2 * pairs * (192 + 128) * recipe.model.n_heads * recipe.model.n_layers
+    assert step.attention == pytest.approx(flops / reached.attention * (2048 + SHORT) / 2048)
+    assert "latent attention" in unmeasured(recipe)[0]
+
+
+def test_sinks_are_counted_at_the_speed_of_their_kernel_and_named() -> None:
+    plain = spread("llama-1b", SMALL)
+    sinks = spread("llama-1b", [*SMALL, "model.attn_config.sinks=true"])
+    assert speeds(H100, sinks).attention == pytest.approx(FLEX * speeds(H100, plain).attention)
+    assert "sinks" in unmeasured(sinks)[0] and not unmeasured(plain)
 
 
 def test_published_runs_that_fitted_nothing_are_predicted() -> None:

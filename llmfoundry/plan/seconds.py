@@ -49,6 +49,9 @@ CAST = 5
 """Bytes of memory traffic per value cast to FP8: read for the scale, read again, written."""
 FLASH_3 = 1.7
 """How much faster FlashAttention 3 is than 2 on Hopper (Shah et al., 2024: 1.5 to 2.0)."""
+FLEX = 0.86
+"""Speed of FlexAttention over that of FlashAttention 2: 0.9 forward, 0.85 backward (He et al.,
+2024, pytorch.org/blog/flexattention)."""
 SHORT = 512
 """Sequence length at which attention reaches half of its speed on long sequences (Dao, 2023)."""
 LAUNCH = 6e-6
@@ -88,7 +91,11 @@ class Speeds:
 
 def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
     """Return the achievable speeds of a GPU for a recipe, from the data sheet."""
-    kernel_gain = FLASH_3 if recipe.model.attn_config.attn_impl == "flash3" else 1.0
+    attention, kernel_gain = recipe.model.attn_config, 1.0
+    if attention.attn_impl == "flash3":
+        kernel_gain = FLASH_3
+    elif attention.attn_impl == "flex" or attention.sinks:
+        kernel_gain = FLEX
     precision_loss = FP32 if recipe.precision == "fp32" else 1.0
     clock = gpu.power ** (1 / 3)
     share = clock * gpu.sustained * gpu.reached  # of the peak, in large matmuls
@@ -100,6 +107,16 @@ def speeds(gpu: Gpu, recipe: ResolvedTrainRecipe) -> Speeds:
         attention=precision_loss * attention_share * gpu.tflops * 1e12,
         memory=COPIES * gpu.memory_gb_s * 1e9,
     )
+
+
+def unmeasured(recipe: ResolvedTrainRecipe) -> list[str]:
+    """Return a line for each property of a recipe whose seconds nobody has compared with a run."""
+    attention, lines = recipe.model.attn_config, []
+    if attention.sinks:
+        lines.append(f"attention sinks are counted at {FLEX:g} of FlashAttention 2's speed")
+    if attention.is_latent:
+        lines.append("latent attention is counted at the speed of heads of equal widths")
+    return lines
 
 
 @dataclass(frozen=True)

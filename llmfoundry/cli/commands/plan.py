@@ -41,7 +41,7 @@ from llmfoundry.plan.layouts import (
 )
 from llmfoundry.plan.memory import GIB
 from llmfoundry.plan.microbatch_sizes import USABLE, memory_of_gpu
-from llmfoundry.plan.seconds import Speeds, in_seconds, speed_line, speeds, step_line
+from llmfoundry.plan.seconds import Speeds, in_seconds, speed_line, speeds, step_line, unmeasured
 from llmfoundry.recipe.before_training import PlanRecipe
 from llmfoundry.recipe.checks import Clock, Duration
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
@@ -201,6 +201,8 @@ def describe(layout: ParallelLayout, setting: Cluster) -> Rows:
     # speed
     yield "step", step_line(layout.step)
     yield "speed", speed_line(layout.step, layout.recipe, setting.gpus, gpu)
+    for line in unmeasured(layout.recipe):
+        yield "not measured", line
 
 
 def costs(layout: ParallelLayout, user_recipe: PlanRecipe, setting: Cluster) -> RunCost:
