@@ -79,13 +79,14 @@ SMALLER = {  # what is added as well, and why max_duration alone would not do
         f"{SMALL} max_seq_len=128 global_train_batch_size=4", "a step of 125M parameters on 524,288"
         " tokens is an hour"),
     r"model=mpt-125m": (SMALL, "its checkpoint is 1.5 GB, in each copy of the folder"),
+    r"train.py yamls/quickstart-ema": ("save_interval=1ba", "two checkpoints are averaged"),
     r"supervise.py quickstart$": ("run_name=kept", "runs/quickstart is complete"),
     r"prepare_data.py yamls/mpt-125m": (
         "data=files data.paths=[README.md] tokenizer=bytes", "C4 is on the hub"),
 }  # fmt: skip
 AS_IT_IS = {  # quick, beside the runs that are shortened
     r"^(cp|llmfoundry cp) ",
-    r"scripts/(chat|check|compare|convert|eval|generate|inspect_data|plan|track)\.py",
+    r"scripts/(average|chat|check|compare|convert|eval|generate|inspect_data|plan|track)\.py",
     r"scripts/launch.py .*dry_run=true|scripts/runs.py (list|stop)|llmfoundry eval ",
 }
 

@@ -104,6 +104,8 @@ def open_sources(recipe: AverageRecipe, note: Callable[[str], None]) -> list[Sou
         find_address(name, "checkpoints", uri=recipe.registry.uri, note=note)
         for name in recipe.checkpoints
     ]
+    for name in names:  # before any is opened
+        find_place(name, "checkpoints", ALONE)
     if recipe.last is not None:
         names = _last(names[0], recipe.last)
     opened = [open_checkpoint(name, ALONE, note=note, weights=recipe.weights)[0] for name in names]

@@ -199,6 +199,8 @@ class ConvertRecipe:
             yield "dtype: q8_0 is a format of GGUF; write to=gguf, or dtype=bf16"
         if (self.to is None) == (self.from_ is None) and self.to != "gguf":
             yield "to: write either to=hf, to=gguf or to=peft (export), or from=hf (import)"
+        if self.from_ is not None and self.to is not None and self.weights is not None:
+            yield "weights: has no effect with from=hf, whose models have one set; remove it"
         yield from self.registry.check()
         if self.to is None and self.registry.name is not None:
             yield "registry.name: is of an export; write to=hf, to=gguf or to=peft, or remove it"
