@@ -124,12 +124,14 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
         """Check that the attention of an external engine computes this model correctly.
 
         Raises:
-            ValueError: the model has ALiBi, windows, shared keys and values, a soft cap or dynamic
-                rotary positions, which engines ignore.
+            ValueError: the model has ALiBi, latent attention, sinks, windows, shared keys and
+                values, a soft cap or dynamic rotary positions, which engines ignore.
         """
         attn, layers = self.model.config.attn_config, self.model.layers
         reasons = {
             "alibi": attn.alibi,
+            "attn_type: multihead_latent_attention": attn.is_latent,
+            "sinks": attn.sinks,
             "sliding_window_size": any(layer.window >= 0 for layer in layers),
             "reuse_kv_layer_idx": any(layer.kv_from != i for i, layer in enumerate(layers)),
             "attn_logit_softcapping": attn.attn_logit_softcapping is not None,
@@ -234,7 +236,8 @@ class LlmfoundryForCausalLM(PreTrainedModel, GenerationMixin):
                 std = 0.0 if name.endswith("bias") else 0.02
                 nn.init.normal_(parameter, std=std)
         if isinstance(module, Router) and hasattr(module, "bias_steps"):
-            nn.init.zeros_(module.bias_steps)
+            for buffer in module.buffers(recurse=False):
+                nn.init.zeros_(buffer)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' `generate`, without a cache for padded batches."""
@@ -344,6 +347,18 @@ def _packed(positions: Tensor) -> list[list[int]]:
     return lengths
 
 
+class _WithoutSinks:
+    """An attention layer without its attribute `sinks`, which transformers takes for a tensor."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sinks":
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
 class _EngineCache(SlottedCache):
     """Adapter to an engine's KV cache and attention, through transformers' attention interface."""
 
@@ -371,9 +386,12 @@ class _EngineCache(SlottedCache):
         self._scale = spec.scale
         return self
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, rotary: bool, sinks: Tensor | None
+    ) -> Tensor:
         """Return the attention output (1, N, H, hd) of q (1, N, H, hd) and k, v (1, N, KV, hd)."""
-        module = cast(Any, self._blocks[self._layer]).attn
+        assert sinks is None, "`check_engine` refuses it"
+        module = _WithoutSinks(cast(Any, self._blocks[self._layer]).attn)
         heads = (x.transpose(1, 2) for x in (q, k, v))
         mixed, _ = self._function(module, *heads, self._mask, scaling=self._scale, **self._kwargs)
         return mixed.reshape(q.shape)

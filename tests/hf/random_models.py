@@ -455,6 +455,7 @@ CASES: dict[str, list[dict[str, Any]]] = {  # architecture: models that it is th
             "norm_eps": 1e-3,
         },
         {"attn": ALIBI, "ffn": SUM | SHARED | JITTER | {"moe_zloss_weight": 0.1}, **BARE},
+        {**DEEPSEEK, "attn": LATENTS | {"v_head_dim": 20}, "norm_eps": 1e-3, **UNTIED},
         {"attn": DYNAMIC | WINDOW, "norm_type": "low_precision_layernorm", **DROPOUTS},
     ],
 }

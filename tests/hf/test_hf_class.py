@@ -29,6 +29,7 @@ from tests.hf.random_models import (
     EOS,
     GLU,
     GQA,
+    LATENTS,
     LENGTH,
     MLP,
     RMS,
@@ -154,7 +155,9 @@ def test_continuous_batching_writes_what_the_decoder_alone_does(case: str, atten
     assert batched(model, prompts, 6) == [decoded(model.model, prompt, 6) for prompt in prompts]
 
 
-@pytest.mark.parametrize("attn", [{"alibi": True}, ROPE | WINDOW, DYNAMIC], ids=str)
+@pytest.mark.parametrize(
+    "attn", [{"alibi": True}, ROPE | WINDOW, DYNAMIC, LATENTS, ROPE | {"sinks": True}], ids=str
+)
 def test_what_an_engine_would_leave_out_is_refused_before_a_token(attn: dict[str, Any]) -> None:
     model = own_class({"attn": attn, "learned_pos_emb": False, "ffn": GLU}, "sdpa")
     with pytest.raises(ValueError, match=r"^attn_config\..*engines"):
