@@ -152,7 +152,8 @@ def train_new_rows(
             return
         raise UserError(
             "adapter.name: lora on a model of transformers' class does not train the rows of new"
-            " tokens; write none, or tokenizer.chat_template: zephyr, which adds no tokens"
+            " tokens; write none, or leave out tokenizer.add_tokens, and write"
+            " tokenizer.chat_template: zephyr, which adds none"
         )
 
     # full fine-tuning: the tables must not be frozen
