@@ -67,7 +67,7 @@ bench-layouts: $(VENV)/.dev ## DBRX on 512 and 3,072 fake ranks in every layout:
 	$(BIN)/python -m benchmarks.layouts build
 	$(BIN)/python -m benchmarks.layouts sent
 
-bench-plan: $(VENV)/.dev ## predicted over published time of 230 training runs on A100 and H100, and layouts
+bench-plan: $(VENV)/.dev ## predicted over published time of 250 training runs on A100 and H100, and layouts
 	$(BIN)/python -m benchmarks.published --layouts
 
 bench-checkpoint: $(VENV)/.dev ## how long a save of 2 GB blocks training: in the background, synchronous, torch's async_save

@@ -7,7 +7,8 @@ compute beside it. The host must launch all operations in time. A matmul is comp
 waves of tiles: a partly filled last wave, and small tiles, make small matmuls less efficient than
 large ones.
 
-All inputs are data sheets, shapes and bytes. One number per kind of GPU is fitted, `sustained`.
+All inputs are data sheets, shapes and bytes. Two numbers are fitted: `sustained`, per kind of GPU,
+and STRAGGLING.
 """
 
 from __future__ import annotations

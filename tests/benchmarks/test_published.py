@@ -79,4 +79,4 @@ def test_seconds_of_published_runs_are_predicted() -> None:
     off = sorted(abs(math.log(one)) for one in ratios)
     assert near >= 0.8 * len(ratios)
     assert off[-2] <= math.log(1.35)  # the worst is a ring over eight ranks, at 262,144 tokens
-    assert 0.95 <= statistics.median(ratios) <= 1.05
+    assert 0.93 <= statistics.median(ratios) <= 1.05
