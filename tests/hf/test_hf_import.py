@@ -75,6 +75,7 @@ DEEPSEEK = {
 }
 DBRX_FEW = {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 17}
+MSCALED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}  # which scales the softmax too
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -191,6 +192,15 @@ MADE = [  # transformers' config and class, and the settings
     ("GptOss", GPT_OSS | {"rope_parameters": None}),  # YaRN, as gpt-oss has it
     ("GptOss", {**GPT_OSS, "layer_types": MIXED, "swiglu_limit": 0.2, "attention_bias": False}),
     ("DeepseekV2", DEEPSEEK),
+    ("DeepseekV2", {**DEEPSEEK, "rope_parameters": MSCALED}),
+    (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+            "rope_parameters": MSCALED,
+        },
+    ),
     (
         "DeepseekV2",
         {
@@ -440,6 +450,13 @@ def test_one_file_comes_before_the_index_that_an_earlier_save_left(tmp_path: Pat
     tokens = torch.randint(0, ROWS, (2, 24))
     with torch.no_grad():
         torch.testing.assert_close(logits(read(tmp_path), tokens), theirs(tokens).logits)
+
+
+def test_a_softmax_scale_that_the_decoder_does_not_have_is_refused(tmp_path: Path) -> None:
+    for rope in ({"mscale_all_dim": 1.3}, {**MSCALED, "attention_factor": 1.1}):
+        make("DeepseekV2", {**DEEPSEEK, "rope_parameters": YARN | rope}).save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=r"rope_parameters\.mscale_all_dim without mscale, or"):
+            from_hf(str(tmp_path))
 
 
 def test_rope_scaling_stands_in_the_place_of_rope_parameters(tmp_path: Path) -> None:
