@@ -81,6 +81,22 @@ def test_flex_output_equals_the_definitions(name: str, dtype: str, eager_flex: N
     assert distance([out], [expected(GRID[name])[0]]) <= 2 * TOLERANCE[dtype][0]
 
 
+@pytest.mark.parametrize("width", [5, 40])
+@pytest.mark.parametrize("impl", ["torch", "sdpa", "flex"])
+def test_values_may_be_narrower_or_wider_than_keys(impl: str, width: int, eager_flex: None) -> None:
+    case = next(case for case in FLEX.values() if len(case.lengths[0]) > 1)
+    q, k, v = case.tensors()[:3]
+    generator = torch.Generator().manual_seed(4)
+    v = torch.randn(*v.shape[:-1], width, generator=generator).to(v.dtype)
+    queries = q.shape[1]
+    made = PLANS[impl](case.layout(), case.spec(), queries=queries, past=0, device=CPU)
+    # the definition on as many columns at a time as a key has
+    columns = torch.nn.functional.pad(v, (0, -width % q.shape[-1])).double().split(q.shape[-1], -1)
+    parts = [plain_attention(q.double(), k.double(), part, case) for part in columns]
+    right = torch.cat(parts, dim=-1)[..., :width]
+    torch.testing.assert_close(attend(q, k, v, made).double(), right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("lengths", [None, ((900,), (128, 772)), ((1, 127, 129, 643), (300,) * 3)])
 @pytest.mark.parametrize("window", [-1, 0, 100, 127, 128, 129, 400])
 @pytest.mark.parametrize("length", [900, 896, 128, 1])
