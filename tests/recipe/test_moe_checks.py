@@ -62,6 +62,7 @@ def test_llm_foundrys_names_are_answered_with_ours(name: str) -> None:
 
 
 VALUES = {"mlp_type": "glu", "moe_balancing": "bias", "moe_lbl_scope": "row", "moe_impl": "torch"}
+VALUES |= {"moe_scoring_func": "sigmoid"}
 
 
 @pytest.mark.parametrize("key", MOE_KEYS)
@@ -75,7 +76,7 @@ def test_a_key_of_experts_has_no_effect_without_them(key: str) -> None:
 
 def test_every_key_of_experts_is_listed() -> None:
     fields = {field.name for field in dataclasses.fields(FFNConfig)}
-    assert fields - set(MOE_KEYS) == {"ffn_type", "ffn_act_fn", "ffn_hidden_size"}
+    assert fields - set(MOE_KEYS) == {"ffn_type", "ffn_act_fn", "ffn_hidden_size", "glu_limit"}
 
 
 def test_defaults_are_written_and_no_mistakes() -> None:

@@ -24,6 +24,19 @@ SOUND: dict[str, Values] = {  # what each script needs in any case
 }
 OTHERS: dict[str, Values] = {  # a setting -> what a recipe with it needs too
     "model.ffn_config.ffn_type=dmoe": {"model.ffn_config.moe_num_experts": 4},
+    "model.ffn_config.moe_n_group=2": {"model.ffn_config.moe_topk_group": 1},
+    "model.ffn_config.first_k_dense_replace=2": {"model.ffn_config.dense_hidden_size": 64},
+    "parallel.expert_parallel_degree=2": {
+        "model.ffn_config.ffn_type": "dmoe",
+        "model.ffn_config.moe_num_experts": 4,
+    },
+    "model.attn_config.attn_type=multihead_latent_attention": {
+        "model.attn_config.rope": True,
+        "model.attn_config.kv_lora_rank": 16,
+        "model.attn_config.qk_nope_head_dim": 8,
+        "model.attn_config.qk_rope_head_dim": 8,
+        "model.attn_config.v_head_dim": 8,
+    },
     "model.attn_config.rope_hf_config.type=llama3": {
         "model.attn_config.rope": True,
         "model.attn_config.rope_hf_config.factor": 8.0,
@@ -51,7 +64,7 @@ OTHERS: dict[str, Values] = {  # a setting -> what a recipe with it needs too
     "data.name=huggingface": {"data.dataset": "there"},
     "data.name=shards": {"data.remote": "there", "eval.validation": False},
     "data.name=instructions": {"data.format": "chat"},
-    "data.name=mixture": {"data.streams": {"a": {"name": "python_stdlib"}}},
+    "data.name=mixture": {"data.streams": {"a": {"name": "python_stdlib", "proportion": 1.0}}},
     "data.format=prompt_response": {"data.name": "files", "data.paths": ["a.jsonl"]},
     "schedule.name=inv_sqrt_with_warmup": {"schedule.t_scale": "10ba"},
     "preference.name=dpo": {"data.name": "instructions", "data.format": "preference"},
