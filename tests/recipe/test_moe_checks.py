@@ -89,6 +89,7 @@ def test_defaults_are_written_and_no_mistakes() -> None:
     always = {
         "moe_top_k": 1,
         "mlp_type": "mlp",
+        "moe_scoring_func": "softmax",
         "uniform_expert_assignment": False,
         "moe_force_balance": False,
     }
