@@ -72,7 +72,7 @@ def test_help_on_a_section_explains_every_key_of_it(front: Front) -> None:
     assert "  model.n_heads: int = 16\n      Query heads.\n" in out
     assert "  model.head_dim: int | null = null\n" in out
     assert "  model.attn_config  (section, 25 keys)\n" in out
-    assert front("model.attn_config", "--help").out.count(" = ") == 17
+    assert front("model.attn_config", "--help").out.count(" = ") == 23
 
 
 def test_help_on_a_key_explains_it(front: Front) -> None:
