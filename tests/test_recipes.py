@@ -23,7 +23,7 @@ from tests.tiny import losses, write_recipe
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 TRAINED = (  # whose models and optimizers have every choice that any recipe makes
     *("quickstart", "dbrx-tiny", "llama-1b", "mpt-125m", "starcoder2-3b"),
-    *("dbrx-18b", "mpt-7b-128k", "deepseek-tiny"),
+    *("dbrx-18b", "mpt-7b-128k", "deepseek-tiny", "quickstart-ema"),
 )
 FINETUNING = ("scaling", "finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
 GROUPS = [

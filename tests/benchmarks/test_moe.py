@@ -23,8 +23,8 @@ def model_of(size: str, folder: Path) -> ModelConfig:
     path = folder / "bench.yaml"
     path.write_text(RECIPE + SIZES[size].recipe)
     recipe = load(TrainRecipe, path)
-    recipe.model.fill(max_seq_len=recipe.max_seq_len, vocab_size=recipe.tokenizer.vocab_size)
-    return recipe.model
+    vocab_size = recipe.tokenizer.vocab_size
+    return recipe.model.resolve(max_seq_len=recipe.max_seq_len, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("size", SIZES)

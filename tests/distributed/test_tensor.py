@@ -283,4 +283,5 @@ def test_every_option_but_norms_over_all_heads_and_one_key_head_is_served() -> N
     refused = {name for name in OPTIONS if name not in NAMES}
     assert refused == {
         *("mqa", "qk-ln", "qk-ln-of-its-own", "low-rmsnorm", "no-bias", "overrides"),
+        "latent-window",  # it has three heads
     }

@@ -133,7 +133,7 @@ def _is_plain_ffn(module: PeftModule) -> bool:
 def _linear(
     rule: NameRule, ours: str, theirs: tuple[str, ...], config: ResolvedModelConfig
 ) -> Iterator[PeftModule]:
-    """Yield the linear modules or the embedding of a rule; nothing for norms and positions."""
+    """Yield the linear modules or the embedding of a rule; nothing for norms, positions, sinks."""
     # the embedding
     if rule.ours in ("wte", "wpe"):
         if rule.ours == "wte":
@@ -142,7 +142,7 @@ def _linear(
             yield PeftModule(module_name(theirs[0]), "", config.d_model, (source,), factor=factor,
                         kind="embedding")  # fmt: skip
         return
-    if "norm" in rule.ours or rule.ours.endswith("_ln"):
+    if "norm" in rule.ours or rule.ours.endswith(("_ln", "sinks")):
         return
 
     # linear layers; three of them are the queries, keys and values of our fused Wqkv

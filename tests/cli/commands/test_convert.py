@@ -130,6 +130,7 @@ def test_the_card_counts_tokens_and_shows_no_secret(tmp_path: Path) -> None:
     loaded: Any = SimpleNamespace(
         recipe=recipe,
         folder=folder,
+        score_name=folder.name,
         checkpoint=Checkpoint(Storage(tmp_path / "run"), folder),
         state={"batch": 300},
         tokenizer=SimpleNamespace(has_chat=True),  # which text alone does not teach to talk
