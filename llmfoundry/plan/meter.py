@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -448,13 +448,34 @@ class GpuKernels(TorchFunctionMode):
         if func in (F.rms_norm, torch.rms_norm):
             x, _, *rest = args
             weight = [*rest, kwargs.get("weight")][0]
-            return _RMSNorm.apply(x, weight)
+            norm = _rms_norm_of_shards if isinstance(x, DTensor) else _rms_norm
+            return norm(x, weight)
+        if func is Tensor.backward:  # a mode is off inside `func`: recomputed blocks would differ
+            (loss,) = args
+            edge = torch.autograd.graph.get_gradient_edge(loss)  # of tensors, it would be off, too
+            with self:
+                torch.autograd.backward([edge], [torch.ones_like(loss)])
+            return None
         if func is F.dropout:
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", True)
             if share and training:
                 return torch.native_dropout(args[0], share, True)[0]
         return func(*args, **kwargs)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
+    y: Tensor = _RMSNorm.apply(x, weight)
+    return y
+
+
+def _rms_norm_of_shards(x: DTensor, weight: Tensor | None) -> DTensor:
+    """Return the norm of the tokens of this rank; gradients of the weight are summed over ranks."""
+    if isinstance(weight, DTensor):
+        partial = [Partial() if each.is_shard() else Replicate() for each in x.placements]
+        weight = weight.to_local(grad_placements=partial)
+    y = _rms_norm(x.to_local(), weight)
+    return DTensor.from_local(y, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
 
 
 class _RMSNorm(torch.autograd.Function):
