@@ -19,6 +19,9 @@ from tests.hf.random_models import CARD, ROWS, decoder, logits, rows, to_hf, wri
 MODELS = Path(__file__).resolve().parents[2] / "yamls" / "model"
 EXPORTED = {  # the longest beginning of the file's name that is here
     "dbrx": "DbrxForCausalLM",
+    "deepseek": "DeepseekV3ForCausalLM",
+    "deepseek-v2-lite": "DeepseekV2ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mpt": "GPT2LMHeadModel",
