@@ -471,38 +471,35 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 def activate_fa3() -> bool:
     """Make PyTorch's varlen attention run FlashAttention 3 if it is installed; return if it does.
 
-    `torch.nn.attention.activate_flash_attention_impl` is public. Its first versions had no backward
-    pass, which the presence of `torch.nn.attention._fa3._FA3_CUDA_BWD` shows; without that nothing
-    is activated.
+    Its first versions had no backward pass, which the presence of
+    `torch.nn.attention._fa3._FA3_CUDA_BWD` shows; without that nothing is activated.
     """
-    attention = importlib.import_module("torch.nn.attention")
-    activate = getattr(attention, "activate_flash_attention_impl", None)
-    try:
-        kernels = importlib.import_module("torch.nn.attention._fa3")
-    except ImportError:
-        return False
-    if activate is None or not hasattr(kernels, "_FA3_CUDA_BWD"):
-        return False
-    activate("FA3")
-    return True
+    return _activate_flash("FA3", "_fa3", "_FA3_CUDA_BWD")
 
 
 def activate_fa4() -> bool:
     """Make PyTorch's flash attention run FlashAttention 4 if it is installed; return if it does.
 
-    `torch.nn.attention.activate_flash_attention_impl` is public. Its first versions had no windows,
-    which the presence of `torch.nn.attention._fa4._aten_to_fa4_window_size` shows; without that
-    nothing is activated.
+    Its first versions had no windows, which the presence of
+    `torch.nn.attention._fa4._aten_to_fa4_window_size` shows; without that nothing is activated.
+    """
+    return _activate_flash("FA4", "_fa4", "_aten_to_fa4_window_size")
+
+
+def _activate_flash(version: str, module: str, feature: str) -> bool:
+    """Activate a version of FlashAttention if its module of `torch.nn.attention` has a feature.
+
+    `torch.nn.attention.activate_flash_attention_impl` is public.
     """
     attention = importlib.import_module("torch.nn.attention")
     activate = getattr(attention, "activate_flash_attention_impl", None)
     try:
-        kernels = importlib.import_module("torch.nn.attention._fa4")
+        kernels = importlib.import_module(f"torch.nn.attention.{module}")
     except ImportError:
         return False
-    if activate is None or not hasattr(kernels, "_aten_to_fa4_window_size"):
+    if activate is None or not hasattr(kernels, feature):
         return False
-    activate("FA4")
+    activate(version)
     return True
 
 
