@@ -136,6 +136,29 @@ def test_sinks_are_counted_at_the_speed_of_their_kernel_and_named() -> None:
     assert "sinks" in unmeasured(sinks)[0] and not unmeasured(plain)
 
 
+def test_experts_in_fp8_save_two_of_three_matmuls_and_pay_for_casts() -> None:
+    """Output and gradient of the input in 8 bits on Hopper; not gradients of weights."""
+    recipe = spread("dbrx-1b", [*SMALL, "precision=amp_fp8"])
+    reached = speeds(H100, recipe)
+    other = speeds(dataclasses.replace(H100, fp8_experts=False), recipe)
+    step, plain = (step_seconds(recipe, 1, 4, each) for each in (reached, other))
+    narrow, values = 0.0, 0.0
+    for block, n in parts(recipe.model)[1:]:
+        for matmul in products(block, recipe.model, recipe.parallel.degrees(1), 4 * 2048):
+            if matmul.groups == 1:
+                continue
+            for each in (matmul, matmul.backward()[0]):
+                times = [
+                    each.seconds(H100, flops=flops, moved=reached.memory)
+                    for flops in (reached.products, reached.fp8)
+                ]
+                narrow += 16 * n * (times[0] - times[1])
+                values += 16 * n * each.groups * (each.rows + each.columns) * each.inner
+    assert narrow > 0.15 * plain.products
+    assert plain.products - step.products == pytest.approx(narrow)
+    assert step.memory - plain.memory == pytest.approx(values * reached.cast / reached.memory)
+
+
 def test_published_runs_that_fitted_nothing_are_predicted() -> None:
     """Some rows of LLM Foundry's table, A100 and H100: median within a tenth, none off by half."""
     rows = [row for row in llm_foundry(["mpt-1b"], every=5) if not row.is_fitted]

@@ -74,7 +74,7 @@ from llmfoundry.loggers.tracker import Tracker
 from llmfoundry.models.adapter import BASE, adapted_layers, base_sample, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.models.float8 import float8_refusal, use_float8
+from llmfoundry.models.float8 import float8_refusal, use_float8, use_float8_experts
 from llmfoundry.models.quantized import value_count
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.plan.communication import spanning
@@ -375,7 +375,7 @@ def build_model(
     folder = None if checkpoint is None else checkpoint.folder
     adapt(root.model, recipe, note=note, checkpoint=folder)
     freeze(root.model, recipe.optimizer)
-    _compute_in_float8(root.model, recipe, note)
+    _compute_in_float8(root.model, recipe, world.device, note)
     parallelize(
         root,
         world,
@@ -388,16 +388,24 @@ def build_model(
 
 
 def _compute_in_float8(
-    model: Decoder, recipe: ResolvedTrainRecipe, note: Callable[[str], None]
+    model: Decoder,
+    recipe: ResolvedTrainRecipe,
+    device: torch.device,
+    note: Callable[[str], None],
 ) -> None:
     if recipe.fp8_recipe is None:
         return
-    names = use_float8(model, recipe.fp8_recipe, emulate=bool(recipe.fp8_emulate))
+    emulate = bool(recipe.fp8_emulate)
+    names = use_float8(model, recipe.fp8_recipe, emulate=emulate)
     slow = "" if recipe.compile else "; without compile: true it is slower than amp_bf16"
-    mixture = "; experts stay bf16" if recipe.model.ffn_config.ffn_type == "dmoe" else ""
+    layers, rest = f"{len(names)} linear layers of blocks", ""
+    if recipe.model.ffn_config.ffn_type == "dmoe":
+        reason = use_float8_experts(model, device, emulate=emulate)
+        layers += "" if reason is not None else " and all experts"
+        rest = "" if reason is None else f"; experts stay bf16: {reason}"
     note(
-        f"precision: amp_fp8 ({recipe.fp8_recipe}): {len(names)} linear layers of blocks in fp8"
-        f"{mixture}; MFU is not shown, as its peak would be of bf16 alone{slow}"
+        f"precision: amp_fp8 ({recipe.fp8_recipe}): {layers} in fp8{rest}; MFU is not shown, as its"
+        f" peak would be of bf16 alone{slow}"
     )
 
 

@@ -1,11 +1,11 @@
-"""Matmuls in 8-bit floating point with torchao: `precision: amp_fp8`.
+"""Matmuls in 8-bit floating point: `precision: amp_fp8`.
 
-Entry point: `use_float8`, which `builders/trainer.py` calls on the meta device before the model is
-sharded. A dense linear layer of a block then casts its input, its weight and the gradient of its
-output to fp8 with dynamic scales, for each matmul (torchao's Float8Linear). Stored weights,
-gradients and everything else are as under amp_bf16. Embedding, head and routers stay bf16, as in
-torchao and torchtitan. Experts stay bf16: torchao 0.18 trains them in fp8 as a prototype, whose
-rowwise matmuls (Hopper) cannot be emulated, and so not be tested without such a GPU.
+Entry points: `use_float8` and `use_float8_experts`, which `builders/trainer.py` calls on the meta
+device before the model is sharded. A dense linear layer of a block then casts its input, its weight
+and the gradient of its output to fp8 with dynamic scales, for each matmul (torchao's
+Float8Linear). Experts use the grouped matmuls of `ops/moe/fp8.py`. Stored weights, gradients and
+everything else are as under amp_bf16. Embedding, head and routers stay bf16, as in torchao and
+torchtitan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from llmfoundry.errors import UserError, import_optional
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.moe import MoE
+from llmfoundry.ops.moe import fp8
 
 _KEY = "precision: amp_fp8"
-_MULTIPLE = 16  # fp8 matmuls need both sides of a weight to be multiples of it
 _LEAST_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 
 
@@ -56,11 +56,7 @@ def use_float8(model: Decoder, recipe: str, *, emulate: bool) -> list[str]:
     library = import_optional("torchao.float8", _KEY, extra="lowp", package="torchao")
     names = dict(_dense_layers(model))
     for name, layer in names.items():
-        if layer.out_features % _MULTIPLE or layer.in_features % _MULTIPLE:
-            raise UserError(
-                f"{_KEY}: blocks.{name} is {layer.out_features} x {layer.in_features}, and fp8"
-                f" matmuls take multiples of {_MULTIPLE}; write amp_bf16, or other sizes"
-            )
+        _check_sides(name, layer.out_features, layer.in_features)
     config = library.Float8LinearConfig.from_recipe_name(recipe)
     # the gradient of a weight is a matmul over tokens, whose number need not be a multiple of 16
     config = replace(config, pad_inner_dim=True, emulate=emulate)
@@ -72,10 +68,42 @@ def use_float8(model: Decoder, recipe: str, *, emulate: bool) -> list[str]:
     return [f"blocks.{name}" for name in names]
 
 
+def use_float8_experts(model: Decoder, device: torch.device, *, emulate: bool) -> str | None:
+    """Let experts multiply in fp8 on `device`; return why they stay bf16, or None.
+
+    Args:
+        model: on any device.
+        device: where the model will run.
+        emulate: compute in fp32 with values rounded to fp8, on any device.
+
+    Raises:
+        UserError: a side of the experts' matrices is not divisible by 16.
+    """
+    layers = {name: m for name, m in model.blocks.named_modules() if isinstance(m, MoE)}
+    for name, layer in layers.items():
+        if layer.config.moe_impl != "grouped_mm":
+            return f"fp8 is for moe_impl: grouped_mm, not {layer.config.moe_impl}"
+        reason = fp8.refusal(device, layer.experts.n, emulate=emulate)
+        if reason is not None:
+            return reason
+        _check_sides(f"{name}.experts", layer.experts.f, layer.experts.d)
+    for layer in layers.values():
+        layer.experts.fp8 = fp8.EMULATED if emulate else fp8.SCALED
+    return None
+
+
+def _check_sides(name: str, rows: int, columns: int) -> None:
+    """Raise a UserError unless fp8 matmuls take a weight of these sides."""
+    if rows % fp8.MULTIPLE or columns % fp8.MULTIPLE:
+        raise UserError(
+            f"{_KEY}: blocks.{name} is {rows} x {columns}, and fp8 matmuls take multiples of"
+            f" {fp8.MULTIPLE}; write amp_bf16, or other sizes"
+        )
+
+
 def _dense_layers(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """Yield the linear layers outside of MoE layers, with their names below `blocks`."""
-    mixtures = [f"{name}." for name, part in model.blocks.named_modules() if isinstance(part, MoE)]
+    """Yield the linear layers, without routers (a subclass), with their names below `blocks`."""
     for name, part in model.blocks.named_modules():
-        if type(part) is Linear and not name.startswith(tuple(mixtures)):
+        if type(part) is Linear:
             assert isinstance(part, nn.Linear)
             yield name, part

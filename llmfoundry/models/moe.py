@@ -31,6 +31,7 @@ from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.devices import kind_of, to_autocast_dtype
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
+from llmfoundry.ops.moe.gpu import steps_of
 from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
 from llmfoundry.ops.shard_layout import full_tensor
@@ -57,6 +58,8 @@ class ExpertWeights(nn.Module):
             is then uint8 (E * packing.nbytes,). None: not quantized.
         is_cast_once: whether `cast_experts` casts the matrices; set by `distributed/experts.py`.
         copies: inside `cast_experts`, the matrices in bf16 by name.
+        fp8: `Experts.fp8`; set by `models/float8.py`.
+        quantized: inside `cast_experts`, `Experts.quantized`.
     """
 
     MATRICES = ("w1", "v1", "w2")
@@ -64,6 +67,8 @@ class ExpertWeights(nn.Module):
     packing: Nf4Layout | None = None
     is_cast_once = False
     copies: dict[str, Tensor] | None = None
+    fp8: str | None = None
+    quantized: tuple[Tensor, ...] = ()
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         super().__init__()
@@ -120,7 +125,37 @@ class ExpertWeights(nn.Module):
         assert w1 is not None and w2 is not None
         b1, bv, b2 = view("w1_bias", self.f), view("v1_bias", self.f), view("w2_bias", self.d)
         low_rank = LowRankExperts(*(f for name in self.MATRICES for f in self.factors(name)))
-        return Experts(w1, v1, w2, b1, bv, b2, self.activation, low_rank, self.packing)
+        return Experts(
+            w1,
+            v1,
+            w2,
+            b1,
+            bv,
+            b2,
+            self.activation,
+            low_rank,
+            self.packing,
+            self.fp8,
+            self.quantized,
+        )
+
+    def cast_once(self) -> None:
+        """Make the copies of the matrices that forward and backward passes of a step share."""
+        weights = {n: w for n, w in self.named_parameters() if n in self.MATRICES}
+        self.copies = {name: w.detach().bfloat16() for name, w in weights.items()}
+        if self.fp8 is not None:
+            steps = steps_of(self.w1.device)
+            copies = [_local(copy).view(-1, self.f, self.d) for copy in self.copies.values()]
+            self.quantized = tuple(
+                tensor
+                for copy in copies
+                for matrices in (copy, copy.transpose(1, 2).contiguous())
+                for tensor in steps.quantize(matrices)
+            )
+
+    def forget_casts(self) -> None:
+        """Free the copies."""
+        self.copies, self.quantized = None, ()
 
     def dense(self, name: str) -> Tensor | None:
         """Return the weight `name` (E, f, D) of all experts, without adapters.
@@ -179,7 +214,7 @@ class _Cast(torch.autograd.Function):
 
 @contextmanager
 def cast_experts(model: nn.Module) -> Iterator[None]:
-    """Context in which forward passes under bf16 autocast share one bf16 copy of the experts.
+    """Context in which passes under bf16 autocast share one bf16 (and fp8) copy of the experts.
 
     For the microbatches of a step, during which weights do not change. On a CPU each expert is cast
     when it is used.
@@ -187,13 +222,12 @@ def cast_experts(model: nn.Module) -> Iterator[None]:
     modules = [m for m in model.modules() if isinstance(m, ExpertWeights) and m.is_cast_once]
     for module in modules:
         if module.packing is None and kind_of(module.w1.device) != "cpu":
-            weights = {n: w for n, w in module.named_parameters() if n in module.MATRICES}
-            module.copies = {name: w.detach().bfloat16() for name, w in weights.items()}
+            module.cast_once()
     try:
         yield
     finally:
         for module in modules:
-            module.copies = None
+            module.forget_casts()
 
 
 class MoE(nn.Module):

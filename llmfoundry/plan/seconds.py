@@ -322,12 +322,15 @@ def _work(
     forward, backward = moved["forward"], moved["backward"]
 
     # matmuls of the blocks
-    uses_fp8 = recipe.fp8_recipe is not None and reached.fp8 > 0
+    dense = recipe.fp8_recipe is not None and reached.fp8 > 0
+    experts = dense and reached.gpu.fp8_experts and model.ffn_config.moe_impl == "grouped_mm"
     for block, n in parts(model)[1:]:
         matmuls = [*products(block, model, degrees, tokens)]
-        gradients = [gradient for matmul in matmuls for gradient in matmul.backward()]
-        forward = forward.plus(_multiplied(matmuls, reached, narrow=uses_fp8).times(n))
-        backward = backward.plus(_multiplied(gradients, reached, narrow=uses_fp8).times(n))
+        of_inputs, of_weights = ([m.backward()[i] for m in matmuls] for i in (0, 1))
+        forward = forward.plus(_multiplied(matmuls, reached, dense, experts).times(n))
+        backward = backward.plus(_multiplied(of_inputs, reached, dense, experts).times(n))
+        # gradients of experts' weights are computed in bf16
+        backward = backward.plus(_multiplied(of_weights, reached, dense).times(n))
     attention = GpuTime()
     for layer in model.layers():
         attention = attention.plus(_attention(recipe, degrees, microbatch, layer.window, reached))
@@ -370,15 +373,18 @@ def _moved(
     return spent
 
 
-def _multiplied(matmuls: list[Matmul], reached: Speeds, *, narrow: bool = False) -> GpuTime:
-    """Return the time of matmuls. `narrow`: dense layers use FP8, with both operands cast."""
+def _multiplied(
+    matmuls: list[Matmul], reached: Speeds, dense: bool = False, experts: bool = False
+) -> GpuTime:
+    """Return the time of matmuls. Dense layers or experts use FP8, with both operands cast."""
     seconds = cast_bytes = 0.0
     for matmul in matmuls:
-        is_fp8 = narrow and matmul.groups == 1
+        is_fp8 = dense if matmul.groups == 1 else experts
         speed = reached.fp8 if is_fp8 else reached.products
         seconds += matmul.seconds(reached.gpu, flops=speed, moved=reached.memory)
         if is_fp8:
-            cast_bytes += reached.cast * (matmul.rows + matmul.columns) * matmul.inner
+            values = (matmul.rows + matmul.columns) * matmul.inner * matmul.groups
+            cast_bytes += reached.cast * values
     flops = sum(matmul.flops for matmul in matmuls)
     return GpuTime(products=seconds, memory=cast_bytes / reached.memory, flops=flops)
 

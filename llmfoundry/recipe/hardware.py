@@ -74,6 +74,8 @@ class Gpu:
     """Power limit of the data sheet in watts; 0: not known."""
     price: Annotated[float, _RATE] = 0.0
     """Typical price of a GPU-hour in US dollars; 0: not known."""
+    fp8_experts: bool = False
+    """Whether PyTorch multiplies stacked experts in 8 bits on it: NVIDIA Hopper."""
 
 
 # fmt: off
@@ -146,8 +148,14 @@ _COSTS = {  # power limit in watts, typical price of an hour in US dollars; 0: n
 }
 """Power limits as shipped, of a GH200 with its CPU. Prices: on-demand list prices of clouds that
 specialize in GPUs, at the start of 2026; those of other clouds are from 0.7 to 2 times as high."""
+_HOPPER = {"GH200", "H200", "H100"}
 GPUS = {
-    name: dataclasses.replace(gpu, watts=_COSTS[name][0], price=_COSTS[name][1])
+    name: dataclasses.replace(
+        gpu,
+        watts=_COSTS[name][0],
+        price=_COSTS[name][1],
+        fp8_experts=name.split()[0] in _HOPPER,
+    )
     for name, gpu in GPUS.items()
 }
 CUT_DOWN = {"Laptop", "MIG", "D"}  # words of parts that have the name but not the peak

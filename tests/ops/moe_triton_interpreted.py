@@ -92,6 +92,41 @@ def lost(dtype: torch.dtype, device: str = "cpu") -> list[str]:
     return found
 
 
+def quantized(device: str = "cpu") -> dict[str, bool]:
+    """Whether rows in fp8 and their scales are bit for bit those of PyTorch's step, by case.
+
+    Triton's interpreter casts to fp8 inexactly: ties and subnormal values are off by one step, and
+    where a mantissa is rounded up to the next power of two, its half is the result.
+    """
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((7, 300), (2, 3, 256), (0, 32)):
+            rows = torch.randn(shape, generator=generator)
+            rows *= torch.randn(*shape[:-1], 1, generator=generator).exp() ** 4
+            rows[:1] = 0
+            rows[1:2, ..., 0] = 7 * 2.0**20  # the greatest of e4m3 is 7 times a power of two
+            rows = rows.to(device, dtype)
+            mine, right = moe_triton.quantize(rows), moe_steps.quantize(rows)
+            places = mine.values.view(torch.uint8) == right.values.view(torch.uint8)
+            if device == "cpu":
+                mine_wide, wide = mine.values.float(), right.values.float()
+                step = wide.abs().clamp_min(2**-6).log2().floor().exp2() / 8
+                is_power = wide.abs().log2() % 1 == 0
+                places |= (mine_wide - wide).abs() <= step
+                places |= is_power & (2 * mine_wide == wide)
+            found[f"{shape} in {str(dtype).removeprefix('torch.')}"] = (
+                mine.values.dtype == right.values.dtype
+                and bool(places.all())
+                and torch.equal(mine.scales, right.scales)
+            )
+    bad = torch.randn(4, 300, generator=generator).to(device)
+    bad[1, 280], bad[2, 3] = float("nan"), float("inf")
+    scales = moe_triton.quantize(bad).scales
+    found["NaN and inf"] = scales.isnan().tolist() == [False, True, True, False]
+    return found
+
+
 def routes(device: str = "cpu") -> dict[str, bool]:
     """Whether the kernel's order, inverse and ends are PyTorch's, by tokens, experts and choices.
 
@@ -129,4 +164,5 @@ if __name__ == "__main__":
         for name, pairs in cases(dtype).items()
     }
     found = {"distances": distances, "nan lost": lost(torch.bfloat16), "routes": routes()}
+    found["quantized"] = quantized()
     print(json.dumps(found))

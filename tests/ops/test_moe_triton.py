@@ -22,6 +22,8 @@ TENSORS = {  # pointers to other than the rows' type
     "inner": "*fp32",
     "experts": "*i64",
     "ends": "*i32",
+    "values": "*fp8e4nv",
+    "scales": "*fp32",
     "n_pairs": "i32",
     "n_chunks": "i32",
 }
@@ -30,6 +32,7 @@ COMBINE = {"D": 6144, "K": 4}
 KERNELS: dict[str, dict[str, Any]] = {  # DBRX's sizes
     "route_kernel": {"PAIRS": 4096},
     "gather_kernel": {"D": 6144, "K": 4},
+    "quantize_kernel": {"D": 6144, "LARGEST": 448.0, "SMALLEST": 1e-12, "EXPONENT": 0x7F800000},
     "glu_kernel": {**GLU, "ACT": "silu"},
     "glu_kernel gelu": {**GLU, "ACT": "gelu"},
     "glu_backward_kernel": {**GLU, "ACT": "silu"},
@@ -72,6 +75,11 @@ def test_interpreted_routing_is_pytorchs_sort(interpreted: dict[str, Any]) -> No
     assert [name for name, is_equal in interpreted["routes"].items() if not is_equal] == []
 
 
+def test_interpreted_rows_in_fp8_are_pytorchs(interpreted: dict[str, Any]) -> None:
+    assert len(interpreted["quantized"]) == 7
+    assert [name for name, is_equal in interpreted["quantized"].items() if not is_equal] == []
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(80, "*bf16"), (90, "*bf16"), (90, "*fp32"), (100, "*bf16")]
 )
@@ -81,6 +89,8 @@ def test_kernels_compile_without_spills(
 ) -> None:
     from llmfoundry.ops.moe import triton_kernels as moe_triton
 
+    if name == "quantize_kernel" and capability < 90:
+        pytest.skip("A100 has no e4m3")
     kernel = getattr(moe_triton, name.split()[0])
     arguments = getattr(kernel, "arg_names", ())  # none in the interpreter
     constants = {"WIDTH": moe_triton.WIDTH, **KERNELS[name]}

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmfoundry.builders.model import build_autocast
 from llmfoundry.distributed.experts import cast_experts_once, mixtures
 from llmfoundry.models import moe
+from llmfoundry.ops.moe import experts
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ActivationMemory, Degrees
 from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
@@ -36,9 +37,13 @@ class Casts(TorchDispatchMode):
         return result
 
 
-def steps(impl: str, *, once: bool) -> tuple[list[Tensor], int]:
+def steps(
+    impl: str, *, once: bool, fp8: str | None = None, f: int = 40
+) -> tuple[list[Tensor], int]:
     """Losses, gradients and weights of two steps of three microbatches, and the number of casts."""
-    root = make_root(moe_impl=impl, mlp_type="glu", ffn_hidden_size=40)
+    root = make_root(moe_impl=impl, mlp_type="glu", ffn_hidden_size=f)
+    for layer in mixtures(root):
+        layer.experts.fp8 = fp8
     if once:
         cast_experts_once(root, None, NONE, precision="amp_bf16")
     optimizer, found = make_optimizer(root), []
@@ -79,6 +84,27 @@ def test_microbatches_share_a_copy(
     assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
     n_layers = len(list(mixtures(make_root())))
     assert (before, after) == (2 * 3 * n_layers * each, 2 * 3 * n_layers * shared)
+
+
+def test_microbatches_share_matrices_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "kind_of", lambda device: "cuda")
+    quantized = []
+
+    def quantize(rows: Tensor) -> experts.ScaledRows:
+        quantized.append(rows.ndim)
+        return original(rows)
+
+    original = experts.quantize
+    monkeypatch.setattr(experts, "quantize", quantize)
+    found, counts = [], []
+    for once in (False, True):
+        quantized.clear()
+        found.append(steps("grouped_mm", once=once, fp8="emulated", f=48)[0])
+        counts.append(quantized.count(3))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    n_layers = len(list(mixtures(make_root())))
+    # three matrices, each along both dimensions: for every microbatch of two steps, or once a step
+    assert counts == [2 * 3 * n_layers * 6, 2 * n_layers * 6]
 
 
 def test_a_cpu_casts_each_expert_when_it_is_used() -> None:

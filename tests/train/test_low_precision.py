@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.float8 import float8_refusal, use_float8
+from llmfoundry.models.float8 import float8_refusal, use_float8, use_float8_experts
+from llmfoundry.models.moe import MoE
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.typed import build
@@ -171,12 +172,32 @@ def test_a_product_is_that_of_rounded_values(recipe: str, dim: int | None) -> No
     assert (found - x @ weight.T).abs().max() > 1e-3, "not computed in full precision"
 
 
-def test_experts_router_and_head_stay_as_they_are() -> None:
+MIXTURE = {"ffn_type": "dmoe", "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
+
+
+def test_router_and_head_stay_as_they_are_and_experts_are_told() -> None:
     pytest.importorskip("torchao.float8")
-    ffn = {"ffn_type": "dmoe", "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
-    model = _mixture(ffn)
+    model = _mixture(MIXTURE | {"shared_expert_hidden_size": 32})
     names = use_float8(model, "rowwise", emulate=True)
-    assert names and all(".attn." in name for name in names)
+    assert len(names) == 4 and all(".attn." in name or ".ffn.shared." in name for name in names)
+    (layer,) = (module for module in model.modules() if isinstance(module, MoE))
+    assert "Hopper" in str(use_float8_experts(model, torch.device("cpu"), emulate=False))
+    assert layer.experts.experts().fp8 is None
+    assert use_float8_experts(model, torch.device("cpu"), emulate=True) is None
+    assert layer.experts.experts().fp8 == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"moe_impl": "torch"}, "moe_impl: grouped_mm, not torch"), ({"ffn_hidden_size": 40}, None)],
+)
+def test_experts_that_fp8_does_not_take(changed: dict[str, Any], said: str | None) -> None:
+    model, cpu = _mixture(MIXTURE | changed), torch.device("cpu")
+    if said is not None:
+        assert said in str(use_float8_experts(model, cpu, emulate=True))
+        return
+    with pytest.raises(UserError, match=r"^precision: amp_fp8: blocks\.0\.ffn\.experts is 40 x 64"):
+        use_float8_experts(model, cpu, emulate=True)
 
 
 def _mixture(ffn: dict[str, Any]) -> Decoder:

@@ -51,6 +51,9 @@ class LowRankExperts(NamedTuple):
 
 
 NO_ADAPTERS = LowRankExperts()
+E4M3_MAX = 448.0
+SMALLEST = 1e-12  # magnitude that a scale is computed for, as in torchao
+EXPONENT_BITS = 0x7F800000  # of a positive fp32 number
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Experts:
         activation: name and arguments, in the format of `activations.to_text`.
         low: adapters.
         packing: byte layout of one expert's matrix; None: not quantized.
+        fp8: how matmuls in fp8 are computed (`fp8.SCALED` or `EMULATED`); None: in the rows' dtype.
+        quantized: values and scales of the matrices in fp8, if they are known: of w1, v1 and w2 in
+            this order, each quantized along d, (E, f, d) and (E, f), and along f, (E, d, f) and
+            (E, d).
     """
 
     w1: Tensor
@@ -81,6 +88,8 @@ class Experts:
     activation: str = "silu"
     low: LowRankExperts = NO_ADAPTERS
     packing: Nf4Layout | None = None
+    fp8: str | None = None
+    quantized: tuple[Tensor, ...] = ()
 
     @property
     def act(self) -> Activation:
@@ -99,22 +108,29 @@ class Experts:
         """Return the tensors that are set, and a text of the rest, for custom operators."""
         names = (*EXPERT_FIELDS, *LowRankExperts._fields)
         there = {n: t for n, t in zip(names, self.every(), strict=True) if t is not None}
+        there |= {f"{QUANTIZED}{i}": t for i, t in enumerate(self.quantized)}
         packing = self.packing
         packed = "" if packing is None else f"{packing.values} {int(packing.double)}"
-        return [*there.values()], f"{' '.join(there)}|{self.activation}|{packed}"
+        return [*there.values()], f"{' '.join(there)}|{self.activation}|{packed}|{self.fp8 or ''}"
 
     @staticmethod
     def from_flat(tensors: Sequence[Tensor], how: str) -> Experts:
         """Return the experts from the result of `flat`."""
-        names, activation, packing = read_how(how)
+        names, activation, packing, fp8 = read_how(how)
         there = dict(zip(names, tensors, strict=True))
         fields: dict[str, Any] = {name: there.pop(name, None) for name in EXPERT_FIELDS}
+        quantized = tuple(there.pop(name) for name in names if name.startswith(QUANTIZED))
         return Experts(
-            **fields, activation=activation, low=LowRankExperts(**there), packing=packing
+            **fields,
+            activation=activation,
+            low=LowRankExperts(**there),
+            packing=packing,
+            fp8=fp8,
+            quantized=quantized,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Experts:
-        """Return the experts with a function applied to every tensor."""
+        """Return the experts with a function applied to every tensor but `quantized`."""
 
         def maybe(x: Tensor | None) -> Tensor | None:
             return None if x is None else change(x)
@@ -128,7 +144,17 @@ class Experts:
             activation=self.activation,
             low=self.low.map(change),
             packing=self.packing,
+            fp8=self.fp8,
+            quantized=self.quantized,
         )
+
+    def in_fp8(self, name: str, *, along: str) -> ScaledRows | None:
+        """Return w1, v1 or w2 quantized along dimension d or f, if it is known."""
+        if not self.quantized:
+            return None
+        names = [n for n in ("w1", "v1", "w2") if getattr(self, n) is not None]
+        first = 4 * names.index(name) + (2 if along == "f" else 0)
+        return ScaledRows(*self.quantized[first : first + 2])
 
     def hidden(self, d: int) -> int:
         """Return f, for tokens of width d."""
@@ -161,17 +187,18 @@ class Experts:
 
 
 EXPERT_FIELDS = ("w1", "v1", "w2", "b1", "bv", "b2")
+QUANTIZED = "quantized"  # names of `Experts.quantized` in `Experts.flat`, before a number
 
 
 @lru_cache
-def read_how(how: str) -> tuple[tuple[str, ...], str, Nf4Layout | None]:
-    """Return tensor names, activation and byte layout from the text of `Experts.flat`."""
-    names, activation, packed = how.split("|")
+def read_how(how: str) -> tuple[tuple[str, ...], str, Nf4Layout | None, str | None]:
+    """Return tensor names, activation, byte layout and fp8 from the text of `Experts.flat`."""
+    names, activation, packed, fp8 = how.split("|")
     packing = None
     if packed:
         values, double = packed.split()
         packing = Nf4Layout(int(values), double == "1")
-    return tuple(names.split()), activation, packing
+    return tuple(names.split()), activation, packing, fp8 or None
 
 
 class SavedActivations(NamedTuple):
@@ -200,6 +227,22 @@ class Gradients(NamedTuple):
     weights: Tensor
     experts: tuple[Tensor | None, ...]
     low: LowRankExperts = NO_ADAPTERS
+
+
+class ScaledRows(NamedTuple):
+    """Rows in 8-bit floating point, each with a scale.
+
+    Attributes:
+        values: (..., K), float8_e4m3fn.
+        scales: (...), fp32: factors of the values.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the rows in fp32."""
+        return self.values.float() * self.scales[..., None]
 
 
 class SortedRows(NamedTuple):
@@ -243,6 +286,20 @@ def _key_dtype(n_experts: int) -> torch.dtype:
 def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     """Return rows (N, d) of tokens x (T, d): row i is the token of pair order[i], N = T * top_k."""
     return x.index_select(0, order // top_k)
+
+
+def quantize(rows: Tensor) -> ScaledRows:
+    """Quantize rows (..., K) to e4m3; a row with NaN or inf becomes NaN.
+
+    The stored scale is the smallest power of two by which every magnitude divides to at most the
+    greatest of e4m3, so that only the rounding of values to 4 significant bits loses information.
+    """
+    most = torch.linalg.vector_norm(rows, torch.inf, dim=-1, dtype=torch.float32)
+    # the greatest power of two that is at most the quotient: its bits without the mantissa
+    quotient = E4M3_MAX / most.clamp_min(SMALLEST)
+    factors = (quotient.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    values = (rows.float() * factors[..., None]).to(torch.float8_e4m3fn)
+    return ScaledRows(values, factors.reciprocal() + 0 * most)
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:

@@ -29,7 +29,9 @@ from llmfoundry.ops.moe.experts import (
     SavedActivations,
     SortedRows,
 )
+from llmfoundry.ops.moe.fp8 import Matmuls
 
+STEPS = ("route", "gather", "quantize", "glu", "glu_backward", "combine", "combine_backward")
 ONES = 8  # columns of ones for sums by expert; fewer are not a multiple of 16 bytes
 
 
@@ -38,22 +40,27 @@ def forward(
 ) -> tuple[Tensor, SavedActivations]:
     """Return the output (T, d), and the pre-activations if they are saved; see `cpu.forward`."""
     steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
-    rows = steps.gather(x, routing.order, top_k)  # (N, d), sorted by expert
+    multiply = Matmuls(ends, w.fp8, steps)
+    rows = multiply.gather(x, routing.order, top_k)  # (N, d), sorted by expert
     # Two matmuls, not one with concatenated weights: copying w1 and v1 in each step moves more
     # bytes than reading the rows twice if experts are large, and checkpoints have two tensors.
     dense = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantized one, while it is used
-    a = _linear(rows, dense(w.w1), w.b1, ends)  # (N, f), as b and h
-    b = None if w.v1 is None else _linear(rows, dense(w.v1), w.bv, ends)
+    a = multiply(rows, dense(w.w1).transpose(1, 2), w.in_fp8("w1", along="d"))  # (N, f)
+    _add_bias(a, w.b1, ends)
+    b = None  # (N, f), as h
+    if w.v1 is not None:
+        b = multiply(rows, dense(w.v1).transpose(1, 2), w.in_fp8("v1", along="d"))
+        _add_bias(b, w.bv, ends)
     low = w.low
-    _add_product(a, rows, low.w1_a, low.w1_b, ends)
-    _add_product(b, rows, low.v1_a, low.v1_b, ends)
+    if isinstance(rows, Tensor):  # no adapters in fp8
+        _add_product(a, rows, low.w1_a, low.w1_b, ends)
+        _add_product(b, rows, low.v1_a, low.v1_b, ends)
     del rows
     h = steps.glu(a, b, w.activation)
-    y_rows = F.grouped_mm(h, dense(w.w2), offs=ends)  # (N, d)
+    y_rows = multiply(multiply.operand(h), dense(w.w2), w.in_fp8("w2", along="f"))  # (N, d)
     _add_product(y_rows, h, low.w2_a, low.w2_b, ends)
     del h
-    if w.b2 is not None:
-        y_rows += w.b2[_experts(ends, y_rows)]
+    _add_bias(y_rows, w.b2, ends)
     y = steps.combine(y_rows, routing.inverse, weights, top_k)  # (T, d)
     up = a.new_empty(0, a.shape[1]) if b is None else b
     if not keep:
@@ -77,15 +84,20 @@ def backward(
     a, b = kept.gate, None if w.v1 is None else kept.up
     g = steps.gather(grad, routing.order, top_k)  # (N, d)
     low = w.low
-    dh = F.grouped_mm(g, dense(w.w2).transpose(1, 2), offs=ends)  # (N, f), as h, da and db
+    multiply = Matmuls(ends, w.fp8, steps)
+    left = multiply.operand(g)
+    dh = multiply(left, dense(w.w2).transpose(1, 2), w.in_fp8("w2", along="d"))  # (N, f), as h
+    del left
     _add_gradient(dh, g, low.w2_a, low.w2_b, ends)
     h, da, db, inner = steps.glu_backward(dh, a, b, weights, routing.order, w.activation)
     del dh, a, b
     if w.b2 is not None:
         biases = w.b2[_experts(ends, g)]  # (N, d)
         inner = inner + plain_steps.row_dots(g, biases, routing.order, weights)
-    dx_rows = F.grouped_mm(da, dense(w.w1), offs=ends)  # (N, d)
-    dx_up = None if w.v1 is None else F.grouped_mm(db, dense(w.v1), offs=ends)
+    dx_rows = multiply(multiply.operand(da), dense(w.w1), w.in_fp8("w1", along="f"))  # (N, d)
+    dx_up = None
+    if w.v1 is not None and db is not None:
+        dx_up = multiply(multiply.operand(db), dense(w.v1), w.in_fp8("v1", along="f"))
     _add_gradient(dx_rows, da, low.w1_a, low.w1_b, ends)
     _add_gradient(dx_rows, db, low.v1_a, low.v1_b, ends)
     dx = steps.combine(dx_rows, routing.inverse, None, top_k, dx_up)  # (T, d)
@@ -121,8 +133,7 @@ def steps_of(device: torch.device) -> Any:
     """
     what = planned()
     if what is not None and what.kind == "cuda":
-        names = ("route", "gather", "glu", "glu_backward", "combine", "combine_backward")
-        return SimpleNamespace(**{n: what.kernel(getattr(plain_steps, n)) for n in names})
+        return SimpleNamespace(**{n: what.kernel(getattr(plain_steps, n)) for n in STEPS})
     return _steps_of(device.type)
 
 
@@ -135,11 +146,10 @@ def _steps_of(kind: str) -> ModuleType:
     return moe_triton
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+def _add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> None:
+    """Add the bias of each row's expert."""
     if bias is not None:
-        out += bias[_experts(ends, rows)]
-    return out
+        rows += bias[_experts(ends, rows)]
 
 
 def _add_product(

@@ -29,6 +29,7 @@ from llmfoundry.ops.devices import has_autocast, kind_of, planned
 from llmfoundry.ops.moe import cpu as moe_cpu
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.moe.experts import (
+    QUANTIZED,
     Experts,
     LowRankExperts,
     SavedActivations,
@@ -230,7 +231,7 @@ def _run_forward(
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
     x, weights = x.contiguous(), weights.contiguous()
     routing = moe_device.steps_of(x.device).route(experts, layer.w1.shape[0])
-    y, saved = _path(x.device).forward(x, weights, routing, layer, keep=keep)
+    y, saved = _path_of(layer, x.device).forward(x, weights, routing, layer, keep=keep)
     return (y, *saved, *routing)
 
 
@@ -245,7 +246,7 @@ def _run_backward(
 ) -> list[Tensor]:
     """Return the gradients of x, weights and the experts' tensors; empty if not needed."""
     layer = Experts.from_flat(w, how).map(Tensor.contiguous)
-    (gate, up, *routing), path = kept, _path(x.device)
+    (gate, up, *routing), path = kept, _path_of(layer, x.device)
     gradients = path.backward(
         grad.contiguous(),  # a sum's gradient is expanded, of stride 0
         x.contiguous(),
@@ -257,6 +258,7 @@ def _run_backward(
     )
     every = zip(layer.every(), (*gradients.experts, *gradients.low), strict=True)
     grads = [gradient for tensor, gradient in every if tensor is not None]
+    grads += [None] * len(layer.quantized)
     return [gradients.x, gradients.weights, *(x.new_empty(0) if g is None else g for g in grads)]
 
 
@@ -277,6 +279,10 @@ def _path(device: torch.device) -> ModuleType:
     return moe_cpu if kind_of(device) == "cpu" else moe_device
 
 
+def _path_of(layer: Experts, device: torch.device) -> ModuleType:
+    return moe_device if layer.fp8 is not None else _path(device)
+
+
 @_forward.register_fake
 def _(
     x: Tensor,
@@ -288,7 +294,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     layer, n_rows = Experts.from_flat(w, how), experts.shape[0] * experts.shape[1]
     f = layer.hidden(x.shape[1])
-    kept_rows, width = _path(x.device).kept_rows(n_rows, x.dtype), f if keep else 0
+    kept_rows, width = _path_of(layer, x.device).kept_rows(n_rows, x.dtype), f if keep else 0
     return (
         _like(x),
         x.new_empty(kept_rows, width),
@@ -309,8 +315,9 @@ def _(
     how: str,
     frozen: bool,
 ) -> list[Tensor]:
-    names, _, _ = read_how(how)
+    names, *_ = read_how(how)
     without = {name for name in names if frozen and name not in LowRankExperts._fields}
+    without |= {name for name in names if name.startswith(QUANTIZED)}
     each = zip(names, w, strict=True)
     grads = (grad.new_empty(0) if name in without else _like(t) for name, t in each)
     return [_like(grad), _like(weights), *grads]
@@ -323,7 +330,7 @@ def _like(x: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     x, weights, _, w, ctx.how, _ = inputs
     _, gate, up, *routing = output
-    ctx.names, _, _ = read_how(ctx.how)
+    ctx.names, *_ = read_how(ctx.how)
     wanted = any(ctx.needs_input_grad[3 : 3 + len(w)])  # one entry per tensor of the list
     if not wanted and not set(ctx.names) & set(LowRankExperts._fields):
         x = x.new_empty(0, x.shape[1])  # the backward pass of frozen experts does not need x
@@ -371,7 +378,7 @@ def _backward_flops(
 
 def _values(w: Sequence[Shape], how: str) -> tuple[int, int]:
     """Return the number of values of an expert's matrices, and of its adapters."""
-    names, _, packing = read_how(how)
+    names, _, packing, _ = read_how(how)
     shapes = dict(zip(names, w, strict=True))
     values = math.prod(shapes["w1"][1:]) if packing is None else packing.values
     adapters = sum(math.prod(shapes[n][1:]) for n in names if n in LowRankExperts._fields)

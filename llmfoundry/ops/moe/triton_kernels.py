@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmfoundry.ops.moe import experts as plain_steps
-from llmfoundry.ops.moe.experts import SortedRows
+from llmfoundry.ops.moe.experts import ScaledRows, SortedRows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # others use `plain_steps`
 WIDTH = 1024  # values of a row that a program loads at a time
@@ -113,6 +113,36 @@ def gather_kernel(
         column = start + tl.arange(0, WIDTH)
         mask = column < D
         tl.store(out + row * D + column, tl.load(x + token * D + column, mask=mask), mask=mask)
+
+
+@triton.jit
+def quantize_kernel(
+    rows: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    D: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Write row i (D,) in 8 bits, and its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros([WIDTH], dtype=tl.float32)
+    zeros = tl.zeros([WIDTH], dtype=tl.float32)
+    for start in range(0, D, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        value = tl.load(rows + row * D + column, mask=column < D, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(value))
+        zeros += 0.0 * value  # NaN, which a maximum ignores, and inf
+    quotient = LARGEST / tl.maximum(tl.max(most, axis=0), SMALLEST)
+    factor = (quotient.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+    tl.store(scales + row, 1.0 / factor + tl.sum(zeros, axis=0))
+    for start in range(0, D, WIDTH):  # from the cache
+        column = start + tl.arange(0, WIDTH)
+        mask = column < D
+        value = tl.load(rows + row * D + column, mask=mask, other=0.0).to(tl.float32) * factor
+        tl.store(values + row * D + column, value.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -250,6 +280,21 @@ def gather(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     out = x.new_empty(order.shape[0], x.shape[1])
     _launch(gather_kernel, out, x, order, out, x.shape[1], K=top_k, WIDTH=WIDTH)
     return out
+
+
+def quantize(rows: Tensor) -> ScaledRows:
+    """`plain_steps.quantize`, of contiguous rows."""
+    values = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
+    d = rows.shape[-1]
+    constants = {
+        "LARGEST": plain_steps.E4M3_MAX,
+        "SMALLEST": plain_steps.SMALLEST,
+        "EXPONENT": plain_steps.EXPONENT_BITS,
+    }
+    flat = rows.view(-1, d)
+    _launch(quantize_kernel, flat, flat, values, scales, d, **constants, WIDTH=WIDTH)
+    return ScaledRows(values, scales)
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
