@@ -41,7 +41,14 @@ from llmfoundry.hf.write_folder import Export, TokenizerFiles, to_hf, whole_or_n
 from llmfoundry.loggers.metrics_file import BATCH, read_metrics
 from llmfoundry.loggers.pages.score_tables import ShownScore, in_parts, percents, written
 from llmfoundry.loggers.pages.titles import LOSS, title
-from llmfoundry.models.adapter import BASE, MergedState, adapted_layers, is_added, saved_names
+from llmfoundry.models.adapter import (
+    BASE,
+    BASE_ROWS,
+    MergedState,
+    adapted_layers,
+    is_added,
+    saved_names,
+)
 from llmfoundry.models.counts import active_parameter_count, parameter_count
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.lazy_tensors import LazyTensor
@@ -407,10 +414,15 @@ def export_adapter(
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}
     if not plan:
         raise UserError(f"checkpoint: {loaded.folder} has no adapter; write to=hf")
+    experts_per_layer = model.config.ffn_config.moe_num_experts or 1
+    rows_file = own / BASE_ROWS
+    from safetensors.torch import load_file  # a slow import
+
+    base_rows = load_file(rows_file) if rows_file.exists() else {}
     name = write_adapter(
         folder,
         model.config,
-        target_matrices(plan, parameters, model.config.ffn_config.moe_num_experts or 1),
+        target_matrices(plan, parameters, experts_per_layer, base_rows),
         whole={n: p for n, p in parameters.items() if p.requires_grad and not is_added(n)},
         base=base or read_config(loaded.folder / FOLDER).get("base_model_name_or_path"),
         architecture=architecture,

@@ -169,10 +169,11 @@ def train_new_rows(
 
     # a pretrained adapter cannot be extended
     if adapter.pretrained is not None:
-        from llmfoundry.hf.peft.names import read_config
+        from llmfoundry.hf.peft.names import read_config, trained_tokens
 
         folder = find_file(adapter.pretrained, "adapter.pretrained")
-        if read_config(folder).get("modules_to_save"):
+        written = read_config(folder)
+        if written.get("modules_to_save") or {*new_ids} <= trained_tokens(written):
             return
         raise UserError(
             "adapter.pretrained: does not train the rows of new tokens; merge it first by"

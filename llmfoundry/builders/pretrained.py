@@ -33,7 +33,7 @@ from llmfoundry.distributed.process_group import ALONE, World
 from llmfoundry.errors import UserError
 from llmfoundry.models.adapter import is_added, merge_into, merged_tensor
 from llmfoundry.models.decoder import Decoder
-from llmfoundry.models.init import grown
+from llmfoundry.models.init import grown, padded_rows
 from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_shapes
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import assign, full_tensor
@@ -256,7 +256,7 @@ def fit_vocabulary(
     if not asked.resize_embeddings:
         advice = "write true to add rows, which begin as the mean of the others"
         check_rows(config, tokenizer, "model.resize_embeddings", advice)
-    config.vocab_size = -(-tokenizer.vocab_size // 64) * 64
+    config.vocab_size = padded_rows(tokenizer.vocab_size)
     if isinstance(config, HFModelConfig):
         config.hf_config["vocab_size"] = config.vocab_size
 

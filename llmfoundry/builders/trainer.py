@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 
 from llmfoundry.builders.adapter import (
-    FOLDER,
     adapt,
-    has_adapter,
     lora_plus_ratio,
 )
 from llmfoundry.builders.callbacks import build_callbacks
@@ -44,13 +42,15 @@ from llmfoundry.builders.resume import (
     run_identity,
 )
 from llmfoundry.builders.run_context import NOTHING, Additions, RunContext, eval_rows
-from llmfoundry.checkpoint.load import load_tensors, read_state
+from llmfoundry.builders.save_adapter import adapter_writer
+from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
 from llmfoundry.data.loader import Loader, SequenceFormat
 from llmfoundry.data.order import Mixture, Phase
 from llmfoundry.data.preparation.build_tokenizer import tokenizer_summary
 from llmfoundry.data.sources import tokens_left_out
+from llmfoundry.data.text.chat_template import NAMED
 from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.activation_checkpoint import check_compiler, check_format
 from llmfoundry.distributed.apply import parallelize
@@ -66,15 +66,14 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, enough_memory
 from llmfoundry.events import CHECKPOINTS, read_events
 from llmfoundry.events import NAME as EVENTS
-from llmfoundry.files import write_json
 from llmfoundry.gauntlet.gauntlet import Gauntlet, TaskAnswers
 from llmfoundry.gauntlet.results import GauntletResult
 from llmfoundry.loggers.console import duration, percent
 from llmfoundry.loggers.tracker import Tracker
-from llmfoundry.models.adapter import BASE, adapted_layers, base_sample, is_added, saved_names
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.float8 import float8_refusal, use_float8, use_float8_experts
+from llmfoundry.models.init import padded_rows
 from llmfoundry.models.quantized import value_count
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.plan.communication import spanning
@@ -131,7 +130,8 @@ def build_trainer(
     note = tracker.note
     # 1. Join the mesh, and check this machine, before any text is read.
     world, meshes = _join_mesh(recipe, world, note)
-    fit = _memory_fit(recipe, world, None if pretrained is None else sketch(recipe))
+    model = None if pretrained is None else sketch(_with_new_rows(recipe, pretrained.tokenizer))
+    fit = _memory_fit(recipe, world, model)
     # 2. Find the checkpoint to resume from, and open the data and its loader.
     start = find_start(recipe, run, world, note)
     tokenizer, gauntlet = check_run(recipe, start, world, note, pretrained)
@@ -409,6 +409,20 @@ def _compute_in_float8(
     )
 
 
+def _with_new_rows(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer) -> ResolvedTrainRecipe:
+    """Return a copy of a recipe with the rows that `fit_vocabulary` will add for its tokens."""
+    if not isinstance(recipe, ResolvedFinetuneRecipe) or not recipe.base.resize_embeddings:
+        return recipe
+    grown = copy(recipe)
+    grown.model = copy(recipe.model)
+    of_template = NAMED.get(recipe.tokenizer.chat_template or "", ())
+    new_tokens = tokenizer.missing([*recipe.tokenizer.add_tokens, *of_template])
+    tokens = tokenizer.vocab_size + len(new_tokens)
+    if tokens > recipe.model.vocab_size:
+        grown.model.vocab_size = padded_rows(tokens)
+    return grown
+
+
 def sketch(recipe: ResolvedTrainRecipe) -> Decoder:
     """Return the model of fine-tuning on the meta device, to count its memory."""
     root = build_root(recipe)
@@ -643,50 +657,3 @@ def banner(
         ),
         ("device", f"{world.size} x {device}, {how}"),
     ]
-
-
-def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
-    """Return a function that adds the adapter in peft's format to a checkpoint; None: no adapter.
-
-    It reads the tensors back from the checkpoint that was just written: by then training has
-    continued, and no rank has all tensors. All ranks call `adapter_writer`; only the main process
-    calls its result.
-    """
-    recipe, model = job.recipe, job.root.model
-    if not isinstance(recipe, ResolvedFinetuneRecipe) or not has_adapter(recipe):
-        return None
-
-    # collect now what does not change during training
-    sample = base_sample(model, frozen=True)
-    plan = {name: lora for name, _, _, lora in adapted_layers(model)}
-    names = set(saved_names(model))
-    like = {n: (p.shape, p.dtype) for n, p in model.named_parameters() if n in names}
-    experts = model.config.ffn_config.moe_num_experts or 1
-    base = recipe.base.pretrained
-
-    def write(folder: Path) -> None:
-        # read the adapter back from the checkpoint
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
-        load_tensors({"model": tensors}, Checkpoint(job.run, folder))
-        (folder / FOLDER).mkdir()
-        write_json(folder / FOLDER / BASE, sample)
-        if isinstance(recipe.model, HFModelConfig):
-            from llmfoundry.hf.peft.class_adapter import write_class_adapter
-
-            config = model.peft_config
-            write_class_adapter(folder / FOLDER, config, tensors, base)
-            return
-
-        # the native decoder: convert to the names of Hugging Face
-        from llmfoundry.hf.peft.write import target_matrices, write_adapter
-
-        write_adapter(
-            folder / FOLDER,
-            model.config,
-            target_matrices(plan, tensors, experts),
-            whole={name: t for name, t in tensors.items() if not is_added(name)},
-            base=base,
-            is_resized=recipe.base.resize_embeddings,
-        )
-
-    return write

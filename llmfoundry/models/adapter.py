@@ -30,6 +30,7 @@ from llmfoundry.models.low_rank import (
     A_INIT,
     B_INIT,
     MAGNITUDE,
+    TOKEN_ROWS,
     A,
     B,
     LowRank,
@@ -38,11 +39,13 @@ from llmfoundry.models.low_rank import (
 )
 from llmfoundry.models.moe import ExpertWeights
 from llmfoundry.models.tensor_parallel import all_stacked_rows
-from llmfoundry.ops.shard_layout import assign, full_tensor, local_blocks
+from llmfoundry.ops.shard_layout import assign, full_rows, full_tensor, local_blocks
 from llmfoundry.terminal import columns
 
 BASE = "base.json"
 """In an adapter's folder that we wrote: numbers of the base model, to know it again."""
+BASE_ROWS = "base_rows.safetensors"
+"""In a checkpoint's adapter folder: the result of `base_token_rows`, if there are any rows."""
 
 _ADDED = re.compile(
     r"(^|[._])lora_(A|B|A_init|B_init|magnitude)$"  # ours
@@ -160,10 +163,46 @@ def _init_token_rows(a: Tensor, b: Tensor, lora: LowRank, *, is_embedding: bool)
 
 @torch.no_grad()
 def fill_adapter_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy full tensors, by name, into parameters that may be sharded."""
+    """Copy full tensors, by name, into parameters that may be sharded. A collective call.
+
+    Rows of tokens (`TOKEN_ROWS`) become the change from the rows of the base.
+    """
     parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
-        assign(parameters[name], tensor.to(parameters[name].device))
+        layer, _, kind = name.rpartition(".")
+        if kind == TOKEN_ROWS:
+            set_token_rows(model.get_submodule(layer), tensor)
+        else:
+            assign(parameters[name], tensor.to(parameters[name].device))
+
+
+@torch.no_grad()
+def set_token_rows(layer: nn.Module, rows: Tensor) -> None:
+    """Set the rows of an adapter's tokens in an embedding or head. A collective call.
+
+    Args:
+        layer: adapted layer with `LowRank.tokens`.
+        rows: (len(tokens), D), in the order of the tokens.
+    """
+    lora, weight = layer.lora, layer.weight
+    assert isinstance(lora, LowRank) and isinstance(weight, Tensor)
+    a, b, is_embedding = layer.lora_A, layer.lora_B, isinstance(layer, nn.Embedding)
+    assert isinstance(a, Tensor) and isinstance(b, Tensor)
+    _init_token_rows(a, b, lora, is_embedding=is_embedding)
+    change = rows.to(weight.device).float() - full_rows(weight, lora.tokens).float()
+    if is_embedding:
+        assign(b, change.T)
+    else:
+        assign(a, change)
+
+
+def base_token_rows(model: nn.Module) -> dict[str, Tensor]:
+    """Return the base's rows (len(tokens), D) of each adapter of tokens, by name; collective."""
+    return {
+        name: full_rows(module.weight, lora.tokens).float().cpu()  # type: ignore[arg-type]
+        for name, module, _, lora in adapted_layers(model)
+        if lora.tokens
+    }
 
 
 class _FullParameters:
@@ -438,6 +477,11 @@ def merged_tensor(
     base_weight = weight
     if rows is not None and name in model.vocabulary():
         base_weight = weight[:rows]
+    token_rows = tensors.get(f"{matrix}.{TOKEN_ROWS}")
+    if token_rows is not None:
+        value = base_weight.float().clone()
+        value[list(plan[matrix].tokens)] = token_rows.to(value)
+        return grown(value, len(weight))
     layer = _stand_in_layer(matrix, plan[matrix], tensors, base_weight)
     is_embedding = matrix in ("wte", "wpe")
     value = _merged_embedding(layer) if is_embedding else merged_weight(layer, plan[matrix])

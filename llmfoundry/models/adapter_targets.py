@@ -131,28 +131,26 @@ def _token_rows(
 ) -> dict[str, LowRank]:
     """Return the adapters of embedding and head for `trainable_token_indices`.
 
-    An adapter of as many ranks as tokens is exactly a change of their rows, and a peft folder has
-    it as such.
+    An adapter of as many ranks as tokens is exactly a change of their rows. A tied head has the
+    change of its embedding.
     """
     key, ids = "adapter.trainable_token_indices", config.trainable_token_indices
     if not ids:
         return {}
-    if model.config.tie_word_embeddings:
-        raise UserError(
-            f"{key}: the embedding is the head as well (tie_word_embeddings); write"
-            " modules_to_save: [wte], which trains all its rows"
-        )
     if isinstance(ids, str):  # a sketch of the run, whose tokens are not known yet
         ids = [0]
     if max(ids) >= model.config.vocab_size:
         raise UserError(f"{key}: {max(ids)}, but the model has {model.config.vocab_size} rows")
-    rows = {
-        name: LowRank(len(ids), len(ids), targets[name].parts, tokens=tuple(ids))
-        for name in ("wte", "lm_head")
-    }
+    tables = ("wte",) if model.config.tie_word_embeddings else ("wte", "lm_head")
+    rows = {name: row_change(targets[name], ids) for name in tables}
     for name in rows.keys() & plan.keys():
         raise UserError(f"{key}: {name} has an adapter already; leave it out of target_modules")
     return rows
+
+
+def row_change(target: AdapterTarget, tokens: Sequence[int]) -> LowRank:
+    """Return the adapter that changes the rows of `tokens` in an embedding or head."""
+    return LowRank(len(tokens), len(tokens), target.parts, tokens=tuple(tokens))
 
 
 def check_tied(names: Collection[str], model: Decoder, where: str) -> None:

@@ -156,6 +156,8 @@ def trained_flops_per_token(model: Decoder, seq_len: int) -> float:
     head = [(name, named[f"lm_head.{name}"]) for name in _FACTORS if f"lm_head.{name}" in named]
     if config.tie_word_embeddings:
         head = [("weight", named["wte.weight"])]
+        if "wte.lora_B" in named:  # changed rows of tokens: the embedding's factors, transposed
+            head += [("lora_A", named["wte.lora_B"]), ("lora_B", named["wte.lora_A"])]
     return total + sum(_flops(name, p.numel(), p.requires_grad, before) for name, p in head)
 
 

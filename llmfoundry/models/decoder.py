@@ -35,7 +35,7 @@ from llmfoundry.models.attention import (
 from llmfoundry.models.kv_cache import SlotCache, SlottedCache
 from llmfoundry.models.latent_attention import LatentAttention
 from llmfoundry.models.layers import FFN, FFNS, Embedding, Linear, norm_maker
-from llmfoundry.models.low_rank import head_operands
+from llmfoundry.models.low_rank import head_operands, tied_head_operands
 from llmfoundry.models.moe import MoE
 from llmfoundry.models.router import Routed, Routing, over_layers
 from llmfoundry.models.tensor_parallel import TensorRanks
@@ -240,10 +240,13 @@ class Decoder(nn.Module):
             weight, shard = self.tensor_ranks.local_vocabulary(self.head_weight)
             return hidden, weight, shard
         # transformers replaces the head by a plain nn.Linear when it adds rows
-        lora = None if self.config.tie_word_embeddings else getattr(self.lm_head, "lora", None)
+        is_tied = self.config.tie_word_embeddings
+        layer = self.wte if is_tied else self.lm_head
+        lora = getattr(layer, "lora", None)
         if lora is None or not lora.on:
             return hidden, self.head_weight, None
-        wide_hidden, wide_weight = head_operands(self.lm_head, hidden, lora)
+        widen = tied_head_operands if is_tied else head_operands
+        wide_hidden, wide_weight = widen(layer, hidden, lora)
         return wide_hidden, wide_weight, None
 
     @property

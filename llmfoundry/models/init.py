@@ -193,6 +193,11 @@ def sample(
 
 
 @torch.no_grad()
+def padded_rows(tokens: int) -> int:
+    """Return the rows of an embedding that grows for so many tokens: a multiple of 64."""
+    return -(-tokens // 64) * 64
+
+
 def grown(table: Tensor, rows: int) -> Tensor:
     """Extend a table (V, ...) to `rows` rows. New rows are the mean of the old ones.
 

@@ -26,6 +26,8 @@ from llmfoundry.ops.devices import has_autocast, without_autocast
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 A_INIT, B_INIT = "lora_A_init", "lora_B_init"
+TOKEN_ROWS = "lora_rows"
+"""In a folder's tensors: rows (len(tokens), D) of `LowRank.tokens`, in place of A and B."""
 
 
 @dataclass
@@ -210,6 +212,18 @@ def head_operands(layer: Any, hidden: Tensor, lora: LowRank) -> tuple[Tensor, Te
         scale = layer.lora_magnitude / row_norms(layer, lora)
         weight = weight * scale[:, None].to(weight.dtype)
     return torch.cat(inputs, -1), weight
+
+
+def tied_head_operands(layer: Any, hidden: Tensor, lora: LowRank) -> tuple[Tensor, Tensor]:
+    """Return the operands of `head_operands` for a head that is the embedding.
+
+    The adapter changes rows of tokens: B (D, R) has the changes, and A (R, V) selects the rows.
+    """
+    assert lora.tokens, "refused by check_tied"
+    x = hidden if has_autocast(hidden.device.type) else hidden.to(layer.lora_B.dtype)
+    change = (F.linear(x, layer.lora_B.T) * lora.scaling).to(hidden.dtype)
+    weight = torch.cat([layer.weight, layer.lora_A.T.to(layer.weight.dtype)], 1)
+    return torch.cat([hidden, change], -1), weight
 
 
 def embedded(layer: Any, tokens: Tensor, y: Tensor, lora: LowRank) -> Tensor:

@@ -231,6 +231,45 @@ def assign(parameter: Tensor, full: Tensor, stacked: Sequence[int] = ()) -> None
         block_view(local, block.local).copy_(block_view(full, block.full))
 
 
+@torch.no_grad()
+def full_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some rows of a matrix that may be sharded, on its device. A collective call."""
+    index = torch.tensor(rows, dtype=torch.int64, device=tensor.device)
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()[index]
+    local = tensor.to_local().detach()
+    result = torch.zeros(len(rows), *tensor.shape[1:], dtype=local.dtype, device=local.device)
+    for block in local_blocks(tensor):
+        here, local_index = _rows_in(block, index)
+        columns, local_columns = block.full[1], block.local[1]
+        values = local[local_index, slice(*local_columns)]
+        result[here, slice(*columns)] = values
+    return ShardLayout.of(tensor).sum(result)
+
+
+@torch.no_grad()
+def assign_rows(parameter: Tensor, rows: Sequence[int], values: Tensor) -> None:
+    """Write `values` (len(rows), D), which every rank has, into rows of a matrix."""
+    index = torch.tensor(rows, dtype=torch.int64, device=parameter.device)
+    values = values.to(parameter)
+    if not isinstance(parameter, DTensor):
+        parameter[index] = values
+        return
+    local = parameter.to_local()
+    for block in local_blocks(parameter):
+        here, local_index = _rows_in(block, index)
+        columns, local_columns = block.full[1], block.local[1]
+        local[local_index, slice(*local_columns)] = values[here, slice(*columns)]
+
+
+def _rows_in(block: LocalBlock, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows of `index` a block has, and their rows in the local shard."""
+    begin, end = block.full[0]
+    first, _ = block.local[0]
+    here = ((index >= begin) & (index < end)).nonzero().flatten()
+    return here, index[here] - begin + first
+
+
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """Return the L2 norm of all tensors together, (), fp32, with one collective per layout."""
     norms = []

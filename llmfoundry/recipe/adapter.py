@@ -134,7 +134,8 @@ class AdapterConfig:
     trainable_token_indices: Annotated[str | list[int] | None, _NEW_LORA] = None
     """Ids of tokens whose rows of embedding and head train next to the low-rank matrices, or new:
     the tokens that the recipe adds. All other rows stay. Unset: embedding and head train in full
-    where tokens are added. The decoder's alone, and not with tied embeddings."""
+    where tokens are added. These rows have the optimizer's learning rate, also with
+    lora_plus_ratio."""
 
     def check(self, key: str = "adapter.") -> Iterator[str]:
         """Yield an error line for each invalid or ineffective value."""

@@ -60,12 +60,14 @@ class Kind:
     quantized: bool = False
     precision: str = "fp32"
     checkpointing: bool = False
+    tokens: tuple[int, ...] = ()
 
 
 # the plain loop has no loss of routers
 EXPERTS = MIXTURE | {"ffn_config": MIXTURE["ffn_config"] | {"moe_balancing": "none"}}
 KINDS = {
     "lora": Kind(GLU),
+    "lora-tokens": Kind(GLU | {"tie_word_embeddings": True}, tokens=(40, 2, 63)),
     "qlora": Kind(GLU, quantized=True, checkpointing=True),
     "qlora-experts": Kind(EXPERTS, quantized=True),
     "lora-amp": Kind(GLU, precision="amp_bf16"),
@@ -75,7 +77,7 @@ KINDS = {
 
 def make_root(kind: Kind) -> Root:
     """On the meta device, frozen but for adapters that begin away from zero."""
-    config = AdapterConfig(name="lora", r=4)
+    config = AdapterConfig(name="lora", r=4, trainable_token_indices=[*kind.tokens] or None)
     config.fill()
     with torch.device("meta"):
         root = Root(Decoder(make_config(n_layers=2, **kind.settings)))
@@ -136,7 +138,7 @@ def take_steps(kind: Kind, layout: str, world: World) -> dict[str, Any]:
         "trained": sorted({str(p.dtype) for p in root.parameters() if p.requires_grad}),
         "states": sorted(states),
         "n_states": len(optimizer.state),
-        "n_trained": sum(is_added(name) for name, _ in root.named_parameters()),
+        "n_trained": sum(is_added(n) and p.requires_grad for n, p in root.named_parameters()),
     }
 
 
@@ -189,6 +191,9 @@ def plain(kind: Kind) -> tuple[list[float], list[float]]:
             one = module.lora[name] if isinstance(module, ExpertWeights) else module.lora
             pairs[f"{path}.{name}"] = (a, b, one.parts)
     trained = [factor for a, b, _ in pairs.values() for factor in (a, b)]
+    if kind.tokens:
+        change = nn.Parameter(adapted.wte.lora_B.detach().T.clone())
+        trained.append(change)
     optimizer = torch.optim.AdamW(
         trained, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=EPS, foreach=False
     )
@@ -196,8 +201,12 @@ def plain(kind: Kind) -> tuple[list[float], list[float]]:
     for step in range(STEPS):
         batch = global_batch(step)
         weights = base | {n: base[n] + 2 * delta(n, *pair) for n, pair in pairs.items()}
+        if kind.tokens:
+            ids = torch.tensor(kind.tokens)
+            weights["wte.weight"] = base["wte.weight"].index_add(0, ids, change)
         hidden = functional_call(model, weights, (batch.tokens, batch.layout))
-        logits = F.linear(hidden, weights["lm_head.weight"])
+        is_tied = model.config.tie_word_embeddings
+        logits = F.linear(hidden, weights["wte.weight" if is_tied else "lm_head.weight"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
@@ -218,7 +227,7 @@ def delta(name: str, a: Tensor, b: Tensor, parts: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["lora", "qlora", "qlora-experts"])
+@pytest.mark.parametrize("name", ["lora", "lora-tokens", "qlora", "qlora-experts"])
 def test_steps_are_those_of_a_plain_loop(found: dict[str, Any], name: str, layout: str) -> None:
     losses, norms = plain(KINDS[name])
     assert found[f"{name} {layout}"]["loss"] == pytest.approx(losses, rel=1e-5)

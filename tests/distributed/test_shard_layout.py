@@ -19,7 +19,15 @@ from llmfoundry.checkpoint.load import load_tensors
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.distributed.mailbox import Mailbox
 from llmfoundry.distributed.process_group import ALONE
-from llmfoundry.ops.shard_layout import TENSOR, assign, block_view, local_blocks, local_ranges
+from llmfoundry.ops.shard_layout import (
+    TENSOR,
+    assign,
+    assign_rows,
+    block_view,
+    full_rows,
+    local_blocks,
+    local_ranges,
+)
 
 HEIGHTS = (8, 4, 4)  # queries of 4 heads, keys and values of 2
 
@@ -93,6 +101,25 @@ def test_assigned_values_are_those_of_the_runs(mesh: Any) -> None:
     assert tensor.to_local().tolist() == whole[[0, 1, 2]].tolist()
     (block,) = local_blocks(tensor, HEIGHTS)
     assert torch.equal(block_view(whole, block.full), tensor.to_local())
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+def test_single_rows_are_read_and_written_where_they_are(mesh: Any, placement: Any) -> None:
+    """Of 16 rows, this rank has 0 to 2, or the first two columns of 0 to 5."""
+    tensor, ids = cut(mesh, (16, 4), placement), [9, 2, 0]
+    whole, values = torch.arange(64.0).view(16, 4), -torch.arange(1.0, 13.0).view(3, 4)
+    assign(tensor, whole)
+    local = torch.zeros(16, 4)
+    (block,) = local_blocks(tensor)
+    block_view(local, block.full).copy_(block_view(whole, block.full))
+    # the ranks of the fake group add nothing
+    assert torch.equal(full_rows(tensor, ids), local[ids])
+    assert torch.equal(full_rows(whole, ids), whole[ids])
+    for table in (tensor, plain := whole.clone()):
+        assign_rows(table, ids, values)
+    expected = whole.index_copy(0, torch.tensor(ids), values)
+    assert torch.equal(plain, expected)
+    assert torch.equal(tensor.to_local(), block_view(expected, block.full))
 
 
 def test_a_checkpoint_of_blocks_loads_into_a_plain_tensor_and_back(

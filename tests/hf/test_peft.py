@@ -19,9 +19,11 @@ from llmfoundry.hf.peft.write import target_matrices, write_adapter
 from llmfoundry.models.adapter import (
     adapted_layers,
     add_adapter,
+    base_token_rows,
     fill_adapter_from,
     init_adapter,
     is_added,
+    merge_into,
 )
 from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder
@@ -51,7 +53,8 @@ STACKED = [name for name in MIXTURES if not name.startswith(("Dbrx", "Deepseek")
 def adapted(name: str, **adapter: Any) -> tuple[Decoder, Decoder]:
     """A small model of an architecture, and the same with an adapter that has trained."""
     case = next(c for c in CASES[name] if name not in MIXTURES or is_mixture(c))
-    case = case | ({"tie_word_embeddings": False} if "lm_head" in str(adapter) else {})
+    untied = "lm_head" in str(adapter) or adapter.pop("untied", False)
+    case = case | ({"tie_word_embeddings": False} if untied else {})
     base, model = decoder(settings(**case)), decoder(settings(**case))
     config = AdapterConfig(**(LORA | adapter))
     assert not list(config.check()), list(config.check())
@@ -79,7 +82,7 @@ def save(model: Decoder, folder: Path, **how: Any) -> str:
     return write_adapter(
         folder,
         model.config,
-        target_matrices(plan, parameters, experts),
+        target_matrices(plan, parameters, experts, base_token_rows(model)),
         whole=whole,
         base="base",
         **how,
@@ -144,6 +147,39 @@ def test_every_kind_of_adapter_in_peft(adapter: dict[str, Any], tmp_path: Path) 
     base, model = adapted("LlamaForCausalLM", **adapter)
     check_in_peft(base, model, tmp_path)
     check_read_back(base, model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("name", "untied"),
+    [
+        ("LlamaForCausalLM", True),
+        ("LlamaForCausalLM", False),
+        ("GPT2LMHeadModel", False),
+        ("VaultGemmaForCausalLM", True),  # scales its embeddings
+    ],
+)
+def test_rows_of_tokens_train_in_peft_and_back(name: str, untied: bool, tmp_path: Path) -> None:
+    ids = [41, 3, 17]
+    base, model = adapted(name, untied=untied, trainable_token_indices=ids)
+    assert base.config.tie_word_embeddings != untied
+    check_in_peft(base, model, tmp_path)
+    # Who goes on, in peft or here, trains the same rows.
+    theirs = peft.PeftModel.from_pretrained(
+        exported(base, tmp_path / "again"), tmp_path / "adapter", is_trainable=True
+    )
+    tables = {n for n, p in theirs.named_parameters() if p.requires_grad and "lora" not in n}
+    assert len(tables) == 2 if untied else len(tables) == 1
+    assert all("trainable_tokens_delta" in name for name in tables)
+    ours = check_read_back(base, model, tmp_path / "adapter")
+    trained = {n for n, p in ours.named_parameters() if p.requires_grad and "blocks" not in n}
+    assert trained == ({"wte.lora_B", "lm_head.lora_A"} if untied else {"wte.lora_B"})
+    tokens = {lora.tokens for name, _, _, lora in adapted_layers(ours) if "blocks" not in name}
+    assert tokens == {tuple(ids)}
+    # Merged into a base, without the factors.
+    plain, _ = adapted(name, untied=untied)
+    read = read_adapter(tmp_path / "adapter", plain, dropout=0.0)
+    merge_into(plain, read.plan, read.tensors)
+    torch.testing.assert_close(logits(plain, rows()), logits(model, rows()), **EXACT)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,6 @@ def test_all_linear_of_a_mixture_reads_router_and_experts(
         (TIED, {"target_modules": ["embed_tokens"]}, "wte is the head as well"),
         (LLAMA_SHAPE, {"target_modules": ["q_proj", "lm_head"]}, "save_embedding_layers=False"),
         (LLAMA_SHAPE, {"bias": "all"}, "bias all; the decoder reads none"),
-        (LLAMA_SHAPE, {"trainable_token_indices": [1, 2]}, "the decoder reads null"),
         (LLAMA_SHAPE, {"modules_to_save": ["k_proj"]}, "no place for .*k_proj.weight; if it was"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
@@ -98,6 +98,35 @@ def test_a_tied_embedding_that_peft_ties_again_is_read(tmp_path: Path) -> None:
     with torch.no_grad():
         merge_into(model, found.plan, found.tensors)
     torch.testing.assert_close(logits(model, TOKENS), expected, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (TIED, [7, 1]),
+        (LLAMA_SHAPE, [7, 1]),  # of the embedding alone
+        (LLAMA_SHAPE, {"embed_tokens": [7, 1], "lm_head": [3]}),
+    ],
+    ids=["tied", "embedding", "both"],
+)
+def test_rows_of_tokens_are_read(options: dict[str, Any], tokens: Any, tmp_path: Path) -> None:
+    lora = {"target_modules": ["q_proj"], "trainable_token_indices": tokens}
+    expected = saved(tmp_path, "Llama", options, lora)
+    model = read(tmp_path / "base")
+    found = read_adapter(tmp_path / "adapter", model, dropout=0.0)
+    with torch.no_grad():
+        merge_into(model, found.plan, found.tensors)
+    torch.testing.assert_close(logits(model, TOKENS), expected, **EXACT)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for wrong in ([7, 1, 2], [7, 7], None):
+        file.write_text(json.dumps(config | {"trainable_token_indices": wrong}))
+        with pytest.raises(UserError, match=r"does not name the \d rows of"):
+            read_adapter(file.parent, model, dropout=0.0)
+    far = {"embed_tokens": [7, 10**6], "lm_head": [3]}
+    file.write_text(json.dumps(config | {"trainable_token_indices": far}))
+    with pytest.raises(PeftNeeded, match="was made for another base model: wte is"):
+        read_adapter(file.parent, model, dropout=0.0)
 
 
 def test_an_adapter_of_another_model_is_not_computed_by_peft_either(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.low_rank import LowRank, merged_weight
 from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.train.optim.optimizers import build_optimizer
+from tests.distributed.matrix import make_optimizer_config
 from tests.models.test_decoder import make_config
 from tests.tiny import activations
 
@@ -226,6 +228,31 @@ def test_rows_of_tokens_have_the_gradients_of_the_full_tables() -> None:
     for name, table in (("wte.weight", plain.wte.weight), ("lm_head.weight", plain.lm_head.weight)):
         rows = (merged[name] != table).any(1).nonzero().flatten().tolist()
         assert rows == sorted(ids)
+
+
+def test_rows_of_tokens_of_a_tied_head_have_the_gradients_of_the_table() -> None:
+    ids, labels = [3, 60, 17], TOKENS.roll(-1, 1)
+    plain = make_model(tie_word_embeddings=True)
+    model = adapted(make_model(tie_word_embeddings=True), trainable_token_indices=ids)
+    for one in (plain, model):
+        one.loss(one(TOKENS), labels).backward()
+    torch.testing.assert_close(model.wte.lora_B.grad.T, plain.wte.weight.grad[ids])
+    assert not hasattr(model, "lm_head") or not hasattr(model.lm_head, "lora_A")
+    # The rows of the embedding and of the head are the same.
+    merged = MergedState(trained(model))
+    plain.load_state_dict(dict(merged))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-5)
+    moved = (merged["wte.weight"] != model.wte.weight).any(1).nonzero().flatten().tolist()
+    assert moved == sorted(ids)
+
+
+def test_lora_plus_leaves_rows_of_tokens_at_the_optimizer_s_rate() -> None:
+    model = adapted(make_model(tie_word_embeddings=False), trainable_token_indices=[3, 60])
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, make_optimizer_config(), lora_plus_ratio=16.0)
+    slow, fast = ({names[id(p)] for p in g["params"]} for g in optimizer.param_groups)
+    assert all(name.startswith("blocks.") and name.endswith("lora_B") for name in fast)
+    assert {"wte.lora_B", "lm_head.lora_A"} < slow
 
 
 def test_values_are_a_function_of_seed_and_name() -> None:

@@ -236,10 +236,11 @@ CALLS = ("data.paths=[calls.jsonl]", "data.validation_fraction=0", "data.format=
 ALONE_ROWS = "adapter.trainable_token_indices=new"
 
 
-@pytest.mark.parametrize("trained", ["tied", "tables", "rows"])
+@pytest.mark.parametrize("trained", ["tied", "tables", "rows", "tied-rows"])
 def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, trained: str) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    base, name, tied = f"rows-{trained}", f"calls-{trained}", trained == "tied"
+    base, name = f"rows-{trained}", f"calls-{trained}"
+    tied, is_rows = trained.startswith("tied"), trained.endswith("rows")
     words = ("model.vocab_size=257", f"model.tie_word_embeddings={tied}")
     train_here(base, "max_duration=1ba", "eval=off", *words)
     rows = {"prompt": "1+1?", "response": "<|call|>1+1<|result|>2"}
@@ -249,13 +250,13 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, trained
         UserError, match="tokens need as many rows, and the model has 0 free; write"
     ):
         finetune_here(name, *calls)
-    rows_alone = (ALONE_ROWS, "adapter.use_dora=false") if trained == "rows" else ()
+    rows_alone = (ALONE_ROWS, "adapter.use_dora=false") if is_rows else ()
     calls = (*calls, RESIZE, "save_interval=1ba", *rows_alone)
     run = finetune_here(name, *calls)
     adapter = load_run(run / "recipe.yaml").adapter
-    tables = {"tied": ["wte"], "tables": ["wte", "lm_head"], "rows": []}[trained]
+    tables = {"tied": ["wte"], "tables": ["wte", "lm_head"]}.get(trained, [])
     assert adapter.modules_to_save == tables
-    assert adapter.trainable_token_indices == ([257, 258] if trained == "rows" else None)
+    assert adapter.trainable_token_indices == ([257, 258] if is_rows else None)
     # The new rows trained, each by itself.
     merged = to("hf", f"{name}-hf", str(run))
     model = transformers.AutoModelForCausalLM.from_pretrained(merged)
@@ -264,10 +265,10 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, trained
     assert (call, result) == (257, 258)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         assert (table.weight[call] - table.weight[result]).abs().max() > 1e-3
-    if trained == "rows":  # no other row moved, and no table is saved
+    if is_rows:  # no other row moved, and no table is saved
         before = load_checkpoint(f"runs/{base}", ALONE, note=print).root.model
         assert torch.equal(model.get_input_embeddings().weight[:257], before.wte.weight)
-        assert torch.equal(model.get_output_embeddings().weight[:257], before.lm_head.weight)
+        assert torch.equal(model.get_output_embeddings().weight[:257], before.head_weight)
         saved = dtypes(run / "checkpoints/ba0000002")
         assert not {"model.wte.weight", "model.lm_head.weight"} & {*saved}
     # The adapter is the same model in peft.
@@ -284,11 +285,26 @@ def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, trained
         for folder in (run, Path(again))
     )
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    if is_rows:
+        _check_continued(base, run, calls)
     # A run that begins with this one has the tokens.
     with pytest.raises(
         UserError, match=r"<\|call\|> is a token of the tokenizer already \(id 257\)"
     ):
         finetune_here("calls-on", *calls, f"model.pretrained={run}")
+
+
+def _check_continued(base: str, run: Path, calls: tuple[str, ...]) -> None:
+    """A run that continues an adapter moves the same rows, and no others."""
+    folder = run / "checkpoints/ba0000002/adapter"
+    decided = ("adapter.r=null", "adapter.use_dora=null", "adapter.trainable_token_indices=null")
+    words = (*calls, f"adapter.pretrained={folder}", *decided)
+    model = load_checkpoint(str(finetune_here(f"{run.name}-on", *words)), ALONE, note=print).root
+    before, after = (load_checkpoint(str(run), ALONE, note=print).root.model, model.model)
+    rows = [MergedState(one)["wte.weight"] for one in (before, after)]
+    moved = (rows[0] != rows[1]).any(1).nonzero().flatten().tolist()
+    assert moved == [257, 258]
+    assert torch.equal(after.wte.weight, before.wte.weight)
 
 
 def test_rows_that_cannot_train_alone_are_refused(place: Path) -> None:
@@ -298,7 +314,6 @@ def test_rows_that_cannot_train_alone_are_refused(place: Path) -> None:
     train_here("untied", "max_duration=1ba", "eval=off", "model.tie_word_embeddings=false")
     untied = (*calls, "model.pretrained=runs/untied")
     for words, message in {
-        (*calls, ALONE_ROWS): r"trainable_token_indices: the embedding is the head as well",
         (*untied, ALONE_ROWS, "tokenizer.add_tokens=[]"): "new, but the recipe adds no tokens",
         (*untied, "adapter.trainable_token_indices=[5]"): "leaves out the new token 257",
         (*untied, "adapter.trainable_token_indices=[5,5]"): "write each id once",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,7 +216,7 @@ class Tokenizer:
             UserError: the tokenizer lacks a special token of the template.
         """
         text = template_of(choice, key=key)
-        missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
+        missing = self.missing(NAMED.get(choice, ()))
         if missing:
             raise UserError(
                 f"{key}: {choice} needs the tokens {' '.join(missing)}, which the tokenizer does"
@@ -246,7 +246,7 @@ class Tokenizer:
             UserError: the template is not valid, or needs more tokens than `room`.
         """
         text = template_of(choice)
-        missing = [t for t in NAMED.get(choice, ()) if self._backend.token_to_id(t) is None]
+        missing = self.missing(NAMED.get(choice, ()))
         if missing and room is not None and len(missing) > room:
             raise UserError(
                 f"tokenizer.chat_template: {choice} needs the tokens {' '.join(missing)}, which the"
@@ -279,6 +279,10 @@ class Tokenizer:
                 f" {max(room, 0)} free; write model.resize_embeddings: true, which adds rows"
             )
         self._add(tokens)
+
+    def missing(self, tokens: Iterable[str]) -> list[str]:
+        """Return the tokens that the tokenizer does not have, each once."""
+        return [t for t in dict.fromkeys(tokens) if self._backend.token_to_id(t) is None]
 
     @property
     def new_ids(self) -> list[int]:

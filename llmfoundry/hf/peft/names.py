@@ -28,6 +28,7 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ROUTER = "weight"
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # despite its name, the rows themselves
 DEFINED = (ROUTER, "gate_up_proj", "down_proj")  # as classes of experts and routers define them
 OWN_TYPE = "LLMFOUNDRY_LORA"  # in place of LORA, where peft would leave something out
 JOINING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -263,6 +264,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: the file is missing or invalid.
     """
     return read_object(folder / CONFIG, instead="write a folder that peft saved")
+
+
+def trained_tokens(config: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the tokens whose rows an adapter trains in every table that it names."""
+    written = config.get("trainable_token_indices") or []
+    tables = [*written.values()] if isinstance(written, dict) else [written]
+    return set.intersection(*map(set, tables)) if tables else set()
 
 
 _NAME = re.compile(r"[\w.\-]*")  # a plain name, not a regular expression

@@ -6,7 +6,7 @@ otherwise the adapter belongs to another model. Nothing is unpickled: adapter_mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from llmfoundry.hf.peft.names import (
     OWN_TYPE,
     PREFIX,
     ROUTER,
+    TOKEN_ROWS,
     WEIGHTS,
     PeftModule,
     RowRange,
@@ -35,8 +36,9 @@ from llmfoundry.hf.peft.names import (
 )
 from llmfoundry.hf.tensor_names import MAPS, NameRule, computed, layers
 from llmfoundry.models.adapter import BASE
-from llmfoundry.models.adapter_targets import check_tied, find_targets
+from llmfoundry.models.adapter_targets import AdapterTarget, check_tied, find_targets, row_change
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.low_rank import TOKEN_ROWS as ROWS
 from llmfoundry.models.low_rank import LowRank
 
 REFUSED: dict[
@@ -45,7 +47,6 @@ REFUSED: dict[
     "bias": ("none",),
     "lora_bias": (False, None),
     "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
@@ -67,7 +68,7 @@ class ReadAdapter:
 
     Attributes:
         plan: adapter of each matrix, as `plan.plan_adapter` makes it.
-        tensors: unsharded values of our parameters, by name.
+        tensors: unsharded values of our parameters, by name; of an adapter of tokens, their rows.
         modules_to_save: names of our modules that were trained in full.
         base: name of the base model in the folder.
     """
@@ -159,7 +160,8 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
             a, b, magnitude = matrices
             for source, part in _ours(place, a, b, magnitude, file):
                 parts.setdefault(source, []).append(part)
-    if not parts:
+    rows = dict(_token_rows(file, places))
+    if not parts and not rows:
         raise _foreign(file, "none of its names is in this model")
     try:
         check_tied(parts, model, str(folder))
@@ -178,6 +180,8 @@ def read_adapter(folder: Path, model: Decoder, *, dropout: float) -> ReadAdapter
         if name in parts:
             plan[name], values = _join(name, parts[name], file, target.shape, dropout)
             tensors |= values
+        if name in rows:
+            plan[name], tensors[f"{name}.{ROWS}"] = _row_adapter(name, rows[name], file, target)
     return ReadAdapter(plan, tensors, saved, file.config.get("base_model_name_or_path"))
 
 
@@ -307,6 +311,49 @@ def _read(place: PeftModule, file: _File) -> tuple[Tensor, Tensor, Tensor | None
         b = b.view(place.experts, -1, b.shape[1])
     a = a.view(place.experts, -1, a.shape[1])
     return a, b, file.get(f"{key}.lora_magnitude_vector")
+
+
+def _token_rows(
+    file: _File, places: Iterable[PeftModule]
+) -> Iterator[tuple[str, tuple[list[int], Tensor]]]:
+    """Yield the name of our embedding and head, ids of tokens, and their rows (n, D) of it.
+
+    Raises:
+        UserError: ids in adapter_config.json do not belong to the rows.
+    """
+    written = file.config.get("trainable_token_indices") or {}
+    if isinstance(written, list):  # of the embedding alone
+        written = {place.module: written for place in places if place.kind == "embedding"}
+    for place in places:
+        rows = file.get(f"{place.module}.{TOKEN_ROWS}")
+        if rows is None:
+            continue
+        ids = next((written[end] for end in ends(place.module) if end in written), None)
+        if not isinstance(ids, list) or len(ids) != len(rows) or len({*ids}) < len(ids):
+            raise UserError(
+                f"{file.folder / CONFIG}: trainable_token_indices does not name the {len(rows)}"
+                f" rows of {place.module} that {WEIGHTS} has, each once; correct it"
+            )
+        yield place.sources[0].ours, (ids, rows.float() / place.factor)
+
+
+def _row_adapter(
+    name: str, read: tuple[list[int], Tensor], file: _File, target: AdapterTarget
+) -> tuple[LowRank, Tensor]:
+    """Return the adapter of tokens in an embedding or head, and their rows.
+
+    Raises:
+        UserError: the rows do not fit the base model.
+    """
+    ids, rows = read
+    n_rows, width = target.shape[:: -1 if target.kind == "embedding" else 1]
+    if rows.shape[1] != width or min(ids) < 0 or max(ids) >= n_rows:
+        raise _foreign(
+            file,
+            f"{name} is {n_rows} x {width} here, and rows up to {max(ids)} of {rows.shape[1]}"
+            " values there",
+        )
+    return row_change(target, ids), rows
 
 
 def _wrapped(place: PeftModule, file: _File) -> list[str]:

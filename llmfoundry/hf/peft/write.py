@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from llmfoundry.hf.peft.names import (
     CONFIG,
     OWN_TYPE,
     PREFIX,
+    TOKEN_ROWS,
     WEIGHTS,
     PeftModule,
     RowRange,
@@ -58,6 +59,7 @@ class AdaptedMatrix:
         b: (E, rows, r).
         start: initial A and B of PiSSA, in the same shapes; None otherwise.
         magnitude: (rows,) magnitude of DoRA; None otherwise.
+        token_rows: (len(tokens), D), changed rows of the base for `lora.tokens`; None otherwise.
     """
 
     lora: LowRank
@@ -65,6 +67,7 @@ class AdaptedMatrix:
     b: Tensor
     start: tuple[Tensor, Tensor] | None = None
     magnitude: Tensor | None = None
+    token_rows: Tensor | None = None
 
     def pieces(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Yield the rows [begin, end) of each part, A (E, R, in) and B (E, end - begin, R)."""
@@ -81,9 +84,19 @@ class AdaptedMatrix:
 
 
 def target_matrices(
-    plan: Mapping[str, LowRank], tensors: Mapping[str, Tensor], experts: int
+    plan: Mapping[str, LowRank],
+    tensors: Mapping[str, Tensor],
+    experts: int,
+    base_rows: Mapping[str, Tensor],
 ) -> dict[str, AdaptedMatrix]:
-    """Return the adapted matrices by name, from the parameters of a model by name."""
+    """Return the adapted matrices by name.
+
+    Args:
+        plan: adapter of each matrix.
+        tensors: parameters of the model by name.
+        experts: number of experts.
+        base_rows: result of `base_token_rows`.
+    """
     matrices = {}
     for name, lora in plan.items():
         stacked = ".experts." in name
@@ -96,7 +109,11 @@ def target_matrices(
 
         start = (read("A_init"), read("B_init")) if lora.init == "pissa" else None
         magnitude = tensors[f"{key}magnitude"].detach().float().cpu() if lora.dora else None
-        matrices[name] = AdaptedMatrix(lora, read("A"), read("B"), start, magnitude)
+        matrix = AdaptedMatrix(lora, read("A"), read("B"), start, magnitude)
+        if lora.tokens:
+            change = matrix.b[0].T if name == "wte" else matrix.a[0]
+            matrix = replace(matrix, token_rows=base_rows[name] + change)
+        matrices[name] = matrix
     return matrices
 
 
@@ -175,6 +192,7 @@ class _Writer:
         self.refused_by_peft = False
         self.ties_weights = False
         self.modules_to_save: list[str] = []
+        self._tokens: dict[str, list[int]] = {}  # whose rows are trained, by module
         self._shapes: dict[str, tuple[int, float]] = {}  # rank and scale by module or parameter
         self._modules: list[str] = []
         self._parameters: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
@@ -184,6 +202,10 @@ class _Writer:
         # join the adapted matrices that are parts of the module
         sources = [(source, adapted[source.ours]) for source in place.sources
                    if source.ours in adapted]  # fmt: skip
+        if sources and sources[0][1].lora.tokens:
+            self.placed.add(sources[0][0].ours)
+            self._rows(place.module, sources[0][1], place.factor)
+            return
         assembled = _assemble(place, sources)
         if assembled is None:
             return
@@ -216,6 +238,13 @@ class _Writer:
         self._modules.append(module)
         self._shapes[module] = (len(a), scale)
 
+    def _rows(self, module: str, matrix: AdaptedMatrix, factor: float = 1.0) -> None:
+        """Add the rows of single tokens, (len(tokens), D), of an embedding or head."""
+        assert matrix.token_rows is not None
+        rows = (matrix.token_rows * factor).contiguous()
+        self.tensors[f"{PREFIX}{module}.{TOKEN_ROWS}"] = rows
+        self._tokens[module] = [*matrix.lora.tokens]
+
     def _parameter(self, place: PeftModule, a: Tensor, b: Tensor, scale: float) -> None:
         """Note A (E, R, in) and B (E, rows, R) of a parameter; `finish` adds them."""
         self._parameters.setdefault(place.module, {})[place.parameter] = (a, b)
@@ -236,7 +265,10 @@ class _Writer:
         """Add adapted matrices that the architecture has no counterpart for, by our names."""
         for name, matrix in adapted.items():
             stacked = ".experts." in name
-            self.refused_by_peft |= stacked or not named_by_us
+            self.refused_by_peft |= stacked or not named_by_us or bool(matrix.lora.tokens)
+            if matrix.lora.tokens:
+                self._rows(f"model.{name}", matrix)
+                continue
             rows = max(end for _, end in matrix.lora.parts)
             place = PeftModule(f"model.{name}", "", rows, (RowRange(name, 0, rows),),
                           experts=len(matrix.a))  # fmt: skip
@@ -305,6 +337,7 @@ class _Writer:
             "alpha_pattern": {k: a for k, (_, a) in sizes.items() if a != default_alpha},
             "target_modules": self._modules,
             "target_parameters": parameters or None,
+            "trainable_token_indices": self._tokens or None,
             "modules_to_save": list(dict.fromkeys(self.modules_to_save)) or None,
             "ensure_weight_tying": self.ties_weights,
             "use_rslora": rslora,

@@ -63,7 +63,7 @@ def build_optimizer(
     sections = (
         part
         for settings, parameters in _sections(model, config)
-        for part in _lora_plus(settings, parameters, lora_plus_ratio)
+        for part in _lora_plus(model, settings, parameters, lora_plus_ratio)
     )
     for settings, parameters in sections:
         values = kind.values(settings)
@@ -103,10 +103,19 @@ def _whole(parameters: Named, model: Decoder) -> list[tuple[dict[str, Any], Name
 
 
 def _lora_plus(
-    config: ResolvedOptimizerConfig, parameters: Named, ratio: float
+    model: Decoder, config: ResolvedOptimizerConfig, parameters: Named, ratio: float
 ) -> list[tuple[ResolvedOptimizerConfig, Named]]:
-    """Adapters' B apart from all else, with its own learning rate (Hayou et al., 2024)."""
-    fast = {name: p for name, p in parameters.items() if re.search(r"lora_(embedding_)?B", name)}
+    """Adapters' B apart from all else, with its own learning rate (Hayou et al., 2024).
+
+    Rows of tokens (`LowRank.tokens`) have the optimizer's learning rate: their other factor does
+    not train, so that there is no pair whose rates could differ.
+    """
+    rows = {f"{name}.lora_B" for name, _, _, lora in adapted_layers(model) if lora.tokens}
+    fast = {
+        name: p
+        for name, p in parameters.items()
+        if re.search(r"lora_(embedding_)?B", name) and name not in rows
+    }
     if ratio == 1.0 or not fast:
         return [(config, parameters)]
     slow = {name: p for name, p in parameters.items() if name not in fast}
