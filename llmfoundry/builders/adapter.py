@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmfoundry.builders.model import weight_dtype
+from llmfoundry.builders.new_rows import init_new_rows
 from llmfoundry.errors import UserError
 from llmfoundry.files import read_object
 from llmfoundry.loggers.console import format_gib as memory_text
@@ -263,15 +264,23 @@ def _check_experts(recipe: ResolvedFinetuneRecipe) -> None:
 
 
 def begin_adapter(model: Decoder, recipe: ResolvedTrainRecipe) -> None:
-    """Initialize the adapter, or load adapter.pretrained; the base must have its weights.
+    """Initialize the adapter, or load adapter.pretrained, and initialize the rows of new tokens.
 
-    All ranks call this, because it may gather shards.
+    The base must have its weights. All ranks call this, because it may gather shards.
 
     Raises:
         UserError: the adapter belongs to another base.
     """
-    if not isinstance(recipe, ResolvedFinetuneRecipe) or recipe.adapter.name == "none":
+    if not isinstance(recipe, ResolvedFinetuneRecipe):
         return
+    if recipe.adapter.name != "none":
+        _fill_adapter(model, recipe)
+    if recipe.new_pieces:
+        init_new_rows(model, recipe.new_pieces)
+
+
+def _fill_adapter(model: Decoder, recipe: ResolvedFinetuneRecipe) -> None:
+    """Initialize the adapter, or load adapter.pretrained."""
     folder = _folder(recipe, None)
     if folder is not None:
         check_base(model, folder, "adapter.pretrained")

@@ -10,6 +10,7 @@ from functools import partial
 
 from llmfoundry.builders.adapter import train_new_rows
 from llmfoundry.builders.data import learning_corpus
+from llmfoundry.builders.new_rows import settle_new_rows
 from llmfoundry.builders.pretrained import PretrainedModel, fit_vocabulary
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ def settle_vocabulary(
         fit_vocabulary(recipe.model, tokenizer, recipe.base)
         new_ids = set(range(rows, tokenizer.vocab_size)) | set(tokenizer.new_ids)
         train_new_rows(recipe, sorted(new_ids), note)
+        settle_new_rows(recipe, tokenizer.pieces)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     size = recipe.model.vocab_size
     if size < tokenizer.vocab_size:

@@ -233,23 +233,21 @@ def assign(parameter: Tensor, full: Tensor, stacked: Sequence[int] = ()) -> None
 
 @torch.no_grad()
 def full_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return some rows of a matrix that may be sharded, on its device. A collective call."""
+    """Return some rows of a tensor that may be sharded, on its device. A collective call."""
     index = torch.tensor(rows, dtype=torch.int64, device=tensor.device)
     if not isinstance(tensor, DTensor):
         return tensor.detach()[index]
     local = tensor.to_local().detach()
     result = torch.zeros(len(rows), *tensor.shape[1:], dtype=local.dtype, device=local.device)
     for block in local_blocks(tensor):
-        here, local_index = _rows_in(block, index)
-        columns, local_columns = block.full[1], block.local[1]
-        values = local[local_index, slice(*local_columns)]
-        result[here, slice(*columns)] = values
+        full_index, local_index = _rows_in(block, index)
+        result[full_index] = local[local_index]
     return ShardLayout.of(tensor).sum(result)
 
 
 @torch.no_grad()
 def assign_rows(parameter: Tensor, rows: Sequence[int], values: Tensor) -> None:
-    """Write `values` (len(rows), D), which every rank has, into rows of a matrix."""
+    """Write `values` (len(rows), ...), which every rank has, into rows of a tensor."""
     index = torch.tensor(rows, dtype=torch.int64, device=parameter.device)
     values = values.to(parameter)
     if not isinstance(parameter, DTensor):
@@ -257,17 +255,24 @@ def assign_rows(parameter: Tensor, rows: Sequence[int], values: Tensor) -> None:
         return
     local = parameter.to_local()
     for block in local_blocks(parameter):
-        here, local_index = _rows_in(block, index)
-        columns, local_columns = block.full[1], block.local[1]
-        local[local_index, slice(*local_columns)] = values[here, slice(*columns)]
+        full_index, local_index = _rows_in(block, index)
+        local[local_index] = values[full_index]
 
 
-def _rows_in(block: LocalBlock, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows of `index` a block has, and their rows in the local shard."""
+_Index = tuple[Tensor | slice, ...]
+
+
+def _rows_in(block: LocalBlock, index: Tensor) -> tuple[_Index, _Index]:
+    """Return the positions within `index` of the rows that a block has, and its local rows.
+
+    Both are followed by the ranges of the block in the other dimensions.
+    """
     begin, end = block.full[0]
     first, _ = block.local[0]
     here = ((index >= begin) & (index < end)).nonzero().flatten()
-    return here, index[here] - begin + first
+    columns = [slice(*bounds) for bounds in block.full[1:]]
+    local_columns = [slice(*bounds) for bounds in block.local[1:]]
+    return (here, *columns), (index[here] - begin + first, *local_columns)
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ from llmfoundry.recipe.schema import (
 
 HOLDERS = ("auto", "mpt_causal_lm", "hf_causal_lm")
 QUANTIZATIONS = ("none", "nf4")
+NEW_ROWS = ("mean", "pieces")
 
 
 @dataclass
@@ -51,6 +52,10 @@ class PretrainedConfig:
     """Add rows to embedding and head if the tokenizer has more tokens, including those that
     `tokenizer.chat_template` adds. With an adapter, embedding and head then train in full. Off:
     additional tokens are an error."""
+    new_rows: Annotated[str, choice(NEW_ROWS)] = "mean"
+    """Initial rows of new tokens in embedding and head. mean: added rows are the mean of all rows,
+    and free rows of the model stay. pieces: the mean of the rows of the tokens that the text of the
+    new token consisted of before."""
     attn_impl: Annotated[
         str | None, choice(ATTN_IMPLS, "transformers' attn_implementation", ANY_TEXT)
     ] = None

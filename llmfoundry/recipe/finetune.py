@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig, ResolvedAdapterConfig
@@ -128,6 +129,9 @@ class ResolvedFinetuneRecipe(FinetuneRecipe, ResolvedTrainRecipe):
     tokenizer: ResolvedTokenizerConfig
     adapter: ResolvedAdapterConfig
     preference: ResolvedPreferenceConfig
+    new_pieces: Mapping[int, Sequence[int]] = MappingProxyType({})
+    """Ids of the pieces of each new token, with model.new_rows: pieces, once its tokenizer is
+    ready."""
 
     @property
     def base(self) -> PretrainedConfig:

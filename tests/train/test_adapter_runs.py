@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import llmfoundry as lf
 from llmfoundry.api.conversion import convert, streamed_state
 from llmfoundry.builders.checkpoint import load_checkpoint, open_checkpoint
 from llmfoundry.builders.pretrained import open_pretrained
@@ -347,6 +348,39 @@ def test_tokens_take_rows_that_the_model_has(place: Path) -> None:
     run = finetune_here("padded", *calls)
     assert load_run(run / "recipe.yaml").adapter.modules_to_save == ["wte"]
     assert len(load_checkpoint(str(run), ALONE, note=print).root.model.wte.weight) == 320
+
+
+@pytest.mark.parametrize("adapter", ["none", "tables", "rows"])
+@pytest.mark.parametrize("base", ["base", "pieces"])  # with free rows and tied; without, untied
+def test_new_rows_begin_as_the_mean_of_their_pieces(place: Path, base: str, adapter: str) -> None:
+    if base != "base" and not Path("runs/pieces").exists():
+        words = ("model.vocab_size=257", "model.tie_word_embeddings=false")
+        train_here("pieces", "max_duration=1ba", "eval=off", *words)
+    before = load_checkpoint(f"runs/{base}", ALONE, note=print).root.model
+    words = {
+        "none": ("adapter=none",),
+        "tables": (),
+        "rows": (ALONE_ROWS, "adapter.use_dora=false"),
+    }[adapter]
+    words += (f"model.pretrained=runs/{base}", *CALLS[3:], "model.new_rows=pieces")
+    words += () if base == "base" else (RESIZE,)
+    built = lf.build("finetune.yaml", [f"run_name=built-{base}-{adapter}", *words])
+    model = built.module
+    state = MergedState(model)
+    tables = {"wte.weight": before.wte.weight, "lm_head.weight": before.head_weight}
+    for name in model.vocabulary():
+        table, old = state[name], tables[name]
+        for token, text in ((257, b"<|call|>"), (258, b"<|result|>")):  # bytes are their own ids
+            expected = old[list(text)].double().mean(0).float()
+            torch.testing.assert_close(table[token], expected, rtol=0, atol=1e-6)
+        assert torch.equal(table[:257], old[:257])
+    for change, message in {
+        "tokenizer.add_tokens=[]": "pieces has no effect as the recipe adds no tokens; remove it",
+        "adapter.pretrained=runs/lora/checkpoints/ba0000004/adapter": "with adapter.pretrained",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            words = ("model.pretrained=runs/base", "model.new_rows=pieces", *FOLDER_S, change)
+            lf.build("finetune.yaml", [*words, "tokenizer.chat_template=zephyr"])
 
 
 def test_an_adapter_of_another_base_is_refused(place: Path) -> None:

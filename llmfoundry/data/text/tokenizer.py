@@ -62,6 +62,7 @@ class Tokenizer:
         byte_level: whether encoding and decoding leave any text unchanged.
         generation: entries of the model's generation_config.json, saved with the tokenizer.
         new_tokens: special tokens that were added by the recipe or for its chat template.
+        pieces: ids of the tokens that the text of each of them was encoded as before, by its id.
         template_file: source of the chat template, for error messages.
         trusts_template: whether to run the chat template without limits; never read from a file.
     """
@@ -84,6 +85,7 @@ class Tokenizer:
         self._backend = backend
         self._config = config or {}
         self.generation: dict[str, Any] = {}
+        self.pieces: dict[int, list[int]] = {}
         self.eos = eos
         eos_id = backend.token_to_id(eos)
         assert eos_id is not None, eos
@@ -293,8 +295,13 @@ class Tokenizer:
     def _add(self, tokens: Sequence[str]) -> None:
         if not tokens:
             return
+        pieces = [self._backend.encode(token, add_special_tokens=False).ids for token in tokens]
         added = [AddedToken(token, special=True, normalized=False) for token in tokens]
         self._backend.add_special_tokens(added)
+        for token, ids in zip(tokens, pieces, strict=True):
+            token_id = self._backend.token_to_id(token)
+            assert token_id is not None
+            self.pieces[token_id] = ids
         self.new_tokens = (*self.new_tokens, *tokens)
         self.vocab_size = _vocab_size(self._backend)
         self._forget()
