@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llmfoundry.distributed.mesh import REPLICATE, Meshes
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
-from llmfoundry.models.decoder import Root
+from llmfoundry.models.decoder import Decoder, Head, Root
 from llmfoundry.models.moe import ExpertWeights, MoE
 from llmfoundry.models.router import Router
 from llmfoundry.ops.torch_private import Replicas
@@ -70,7 +70,10 @@ def _fully_shard(
 ) -> None:
     """Apply `fully_shard` to the units of a model.
 
-    - Each block is one unit. Embeddings, final norm and head belong to the root unit.
+    - Each block is one unit. Embeddings and final norm belong to the root unit.
+    - A head that is not tied to the embedding is a unit of its own. It is gathered during the last
+      block, and its gradient is reduced during the backward pass of the last block. In the root
+      unit, a step would wait for both, and the head would stay gathered in between.
     - With expert parallelism, the experts of a layer are a unit inside the block, sharded over the
       ranks that hold the same experts.
     - With tensor parallelism, a layer with experts is a unit inside the block, because its router
@@ -127,7 +130,14 @@ def _fully_shard(
         if inner:  # gather during attention, before the host waits for the dispatch counts
             block.set_modules_to_forward_prefetch(inner)  # type: ignore[operator]
 
-    # the root unit, and settings of all units
+    # the units of the head and of what remains, and settings of all units
+    if isinstance(root.model, Decoder) and not root.model.config.tie_word_embeddings:
+        root.head = Head(root.model.lm_head)
+        shard(root.head, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=False)
+        last = root.model.blocks[-1]
+        inner = [m for m in last.modules() if isinstance(m, FSDPModule) and m is not last]
+        last.set_modules_to_forward_prefetch([*inner, root.head])  # type: ignore[operator]
+        shard = partial(shard, ignored_params=in_fp32 | {*root.head.parameters()})
     shard(root, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=False)
     if in_fp32:  # runs after FSDP's hook of the root, which creates its streams
         root.register_forward_pre_hook(lambda root, _: root.routers.unshard())

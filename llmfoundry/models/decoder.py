@@ -526,12 +526,35 @@ class Decoder(nn.Module):
         return rotary, rotary_table(all_positions, frequencies)
 
 
+class Head(nn.Module):
+    """An output head as a module whose call surrounds all uses of its weight, for FSDP's hooks.
+
+    Args:
+        linear: the head.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, model: Decoder, hidden: Tensor, finish: Callable[[Decoder, Tensor], R]) -> R:
+        """Return `finish(model, hidden)`."""
+        return finish(model, hidden)
+
+
 class Root(nn.Module):
-    """Module that DDP and FSDP wrap: runs the decoder, then a function of the caller."""
+    """Module that DDP and FSDP wrap: runs the decoder, then a function of the caller.
+
+    Attributes:
+        head: the output head, if it is an FSDP unit (`distributed/fsdp.py`); else None.
+    """
+
+    head: Head | None
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
         self.model = model
+        self.head = None
 
     @overload
     def forward(
@@ -576,5 +599,8 @@ class Root(nn.Module):
             routing: also return the routing statistics.
         """
         hidden, statistics = self.model.run(tokens, layout, cache)
-        result = finish(self.model, hidden)
+        if self.head is None:
+            result = finish(self.model, hidden)
+        else:
+            result = self.head(self.model, hidden, finish)
         return (result, statistics) if routing else result

@@ -215,7 +215,8 @@ def fully_sharded(
 
     All-gather of weights per microbatch: (p - 1) / p * low * 2 W for the blocks, in the forward and
     again in the backward pass (reshard_after_forward), and low * W for the ends. Reduce-scatter of
-    gradients: (p - 1) / p * 4 W per microbatch, or per step (reduce_scatter_each_microbatch).
+    gradients: (p - 1) / p * 4 W per microbatch, or per step (reduce_scatter_each_microbatch). A
+    head that is not tied to the embedding is a unit of its own.
     All-reduce of gradients between r replicas: 2 (r - 1) / r * 4 W / p per step. Each FSDP unit has
     its own p. Routers are gathered once, in fp32 under autocast: as many bytes as two gathers in
     bfloat16.
@@ -225,7 +226,8 @@ def fully_sharded(
     r = degrees.replicate
     n = recipe.model.n_layers
     parts = [(unit.processes, unit.apart, unit.all.shard, passes, n) for unit in parameters.units]
-    ends = (degrees.weights, degrees.tensor, parameters.ends.shard, 1, 1)
+    n_ends = 1 if recipe.model.tie_word_embeddings else 2
+    ends = (degrees.weights, degrees.tensor, parameters.ends.shard, 1, n_ends)
     for p, apart, shard, gathers, units in [ends, *parts]:
         gathers *= microbatches
         sent, reduced = (p - 1) * gathers * _low(recipe) * shard, REDUCED * shard

@@ -277,8 +277,10 @@ def _moments(
     Under FSDP the ends stay gathered. During the head, the weights that were gathered last are
     still in memory. During the backward pass of a block, the prefetched weights of the next block
     are too, and the fp32 gradient of the previous block while it is reduced (none before the last
-    block). The weights of a unit are freed before its gradient is cast. Under DDP nothing is
-    gathered; all weights are counted as such.
+    block). The weights of a unit are freed before its gradient is cast. An untied head is a unit of
+    its own, whose gradient is reduced in fp32 during the backward pass of the last block: as many
+    bytes as the head and its gradient have under autocast. Under DDP nothing is gathered; all
+    weights are counted as such.
     """
     # saved activations of all blocks, and those that are left at the backward pass of each kind
     left = [_saved(counted.blocks, block.up_to_last) for block in counted.blocks]
