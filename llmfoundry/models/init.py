@@ -192,12 +192,12 @@ def sample(
     assign(parameter, full, stacked)
 
 
-@torch.no_grad()
 def padded_rows(tokens: int) -> int:
     """Return the rows of an embedding that grows for so many tokens: a multiple of 64."""
     return -(-tokens // 64) * 64
 
 
+@torch.no_grad()
 def grown(table: Tensor, rows: int) -> Tensor:
     """Extend a table (V, ...) to `rows` rows. New rows are the mean of the old ones.
 
