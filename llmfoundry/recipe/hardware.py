@@ -98,12 +98,12 @@ GPUS = {  # by words of torch.cuda.get_device_name(); most words win. Columns: a
     "L4":             Gpu(  121,  242,  24,  22.0,  300,  32, 12.5,  58,  .75, 0.79, 0.40),
     "A10":            Gpu(  125,    0,  24,  22.0,  600,  32, 12.5,  72,  .75, 0.90, 0.40),
     "A10G":           Gpu(   70,    0,  24,  22.0,  600,  32, 12.5,  80,  .75, 0.90, 0.40),
-    "V100":           Gpu(  125,    0,  16,  15.8,  900, 150, 12.5,  80,  .75, 0.79, 0.40),
-    "V100 PCIE":      Gpu(  112,    0,  16,  15.8,  900,  16, 12.5,  80,  .75, 0.79, 0.40),
+    "V100":           Gpu(  125,    0,  16,  15.7,  900, 150, 12.5,  80,  .75, 0.79, 0.40),
+    "V100 PCIE":      Gpu(  112,    0,  16,  15.7,  900,  16, 12.5,  80,  .75, 0.79, 0.40),
     "T4":             Gpu(   65,    0,  16,  14.6,  320,  16, 12.5,  40,  .75, 0.79, 0.40),
     "RTX 5090":       Gpu(209.5,  419,  32,  31.4, 1792,  64,  3.1, 170,  .75, 0.79, 0.40),
     "RTX 4090":       Gpu(  165,  330,  24,  23.5, 1008,  32,  3.1, 128,  .75, 0.79, 0.40),
-    "RTX 3090":       Gpu(   71,    0,  24,  23.6,  936,  32,  3.1,  82,  .75, 0.90, 0.40),
+    "RTX 3090":       Gpu(   71,    0,  24,  23.5,  936,  32,  3.1,  82,  .75, 0.90, 0.40),
     "MI325X":         Gpu( 1307, 2614, 256, 255.6, 6000, 448,   50, 304, .604, 0.79, 0.25),
     "MI300X":         Gpu( 1307, 2614, 192, 191.7, 5300, 448,   50, 304, .514, 0.79, 0.25),
     "MI250X":         Gpu(191.5,    0,  64,  63.9, 1638,  50, 12.5, 110,  .75, 0.79, 0.40),
@@ -118,26 +118,26 @@ Networks as makers' reference systems have them: a card of 200 Gb/s for each A10
 each H100 and later (DGX, HGX); cards of 100 Gb/s for others, of 200 Gb/s a node of GeForce. V100
 and T4 know fp16 only; MI250X is one of its two dies, which is what PyTorch calls a device."""
 _COSTS = {  # power limit in watts, typical price of an hour in US dollars; 0: not known
-    "GB200": (1200.0, 0.0),
-    "B200": (1000.0, 5.0),
-    "GH200": (900.0, 1.5),
-    "H200": (700.0, 3.8),
+    "GB200": (1200.0, 10.5),  # CoreWeave
+    "B200": (1000.0, 6.69),  # Lambda
+    "GH200": (900.0, 2.29),  # Lambda
+    "H200": (700.0, 4.59),  # RunPod
     "H200 NVL": (600.0, 0.0),
-    "H100": (700.0, 3.0),
-    "H100 NVL": (400.0, 0.0),
-    "H100 PCIe": (350.0, 2.4),
-    "A100": (400.0, 1.3),
-    "A100 40GB": (400.0, 1.3),
-    "A100 40GB PCIE": (250.0, 1.3),
-    "A100 80GB": (400.0, 1.8),
-    "A100 80GB PCIe": (300.0, 1.6),
-    "L40S": (350.0, 0.0),
-    "L40": (300.0, 0.0),
+    "H100": (700.0, 3.99),  # Lambda
+    "H100 NVL": (400.0, 3.19),  # RunPod
+    "H100 PCIe": (350.0, 3.29),  # Lambda
+    "A100": (400.0, 1.99),  # Lambda
+    "A100 40GB": (400.0, 1.99),  # Lambda
+    "A100 40GB PCIE": (250.0, 1.99),  # assumed to cost as much as SXM
+    "A100 80GB": (400.0, 2.79),  # Lambda
+    "A100 80GB PCIe": (300.0, 1.79),  # RunPod
+    "L40S": (350.0, 2.25),  # CoreWeave
+    "L40": (300.0, 1.25),  # CoreWeave
     "L4": (72.0, 0.0),
-    "A10": (150.0, 0.75),
+    "A10": (150.0, 1.29),  # Lambda
     "A10G": (300.0, 0.0),
-    "V100": (300.0, 0.55),
-    "V100 PCIE": (250.0, 0.55),
+    "V100": (300.0, 0.79),  # Lambda
+    "V100 PCIE": (250.0, 0.79),  # assumed to cost as much as SXM
     "T4": (70.0, 0.0),
     "RTX 5090": (575.0, 0.0),
     "RTX 4090": (450.0, 0.0),
@@ -146,8 +146,11 @@ _COSTS = {  # power limit in watts, typical price of an hour in US dollars; 0: n
     "MI300X": (750.0, 0.0),
     "MI250X": (280.0, 0.0),
 }
-"""Power limits as shipped, of a GH200 with its CPU. Prices: on-demand list prices of clouds that
-specialize in GPUs, at the start of 2026; those of other clouds are from 0.7 to 2 times as high."""
+"""Power limits of makers' data sheets: of a GB200 half of the 2700 W of two GPUs and a CPU, less
+the CPU's; of a GH200 with its CPU; of a die of MI250X half of 560 W. Prices are on-demand list
+prices of three clouds: lambda.ai/instances (2026-09-20, nodes of 8 where there are some),
+coreweave.com/pricing (2026-09-20, a node's price by its GPUs) and runpod.io/pricing, Secure Cloud
+(2026-10-07 and 2026-11-09). In that autumn, an hour of an H100 cost from 2.7 to 12.3 dollars."""
 _HOPPER = {"GH200", "H200", "H100"}
 GPUS = {
     name: dataclasses.replace(

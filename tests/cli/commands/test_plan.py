@@ -53,10 +53,13 @@ def test_price_and_energy_are_those_of_the_gpu(capsys: pytest.CaptureFixture[str
     plan(*words)
     out = " ".join(capsys.readouterr().out.split())
     hours = own["gpu_hours"]
-    assert f", {3 * hours:,.0f} US dollars at a typical 3 an hour" in out
+    price = GPUS["H100"].price
+    assert f", {price * hours:,.0f} US dollars at a typical {price:g} an hour" in out
     assert f"at most {0.7 * hours:,.0f} kWh at 700 W a GPU" in out
-    unknown = as_json(capsys, *words, "hardware=8xl40s")["own"]
-    assert unknown["money"] is None and unknown["kwh"] == pytest.approx(0.35 * unknown["gpu_hours"])
+    unknown = as_json(capsys, *words, "hardware=8xl4")["own"]
+    assert unknown["money"] is None and unknown["kwh"] == pytest.approx(
+        0.072 * unknown["gpu_hours"]
+    )
 
 
 def test_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
