@@ -11,6 +11,7 @@ constant and the slope.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -261,7 +262,7 @@ class _Setting:
         root, kinds, memory = _reduced(recipe, self.meta_model, memory)
         is_sharded = not degrees.is_replicas
         # parallelize as the run does, on a mesh of ranks that do not exist
-        with imagined(degrees) as meshes, unwatched_shapes():
+        with imagined(degrees) as meshes, unwatched_shapes(), _without_collections():
             apply_tensor_parallel(root, meshes)
             apply_expert_parallel(root, meshes, recipe.parallel)
             apply_context_parallel(root, meshes, recipe.parallel)
@@ -287,6 +288,21 @@ class _Setting:
                     used=1 / min(recipe.parallel.expert_capacity or 1, degrees.expert),
                 )
                 yield counter, kinds
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Switch off Python's collection of cycles, which would free tensors at any operation.
+
+    Counts would then differ from process to process, and ranks could choose differently.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decided(parallel: ParallelConfig) -> ParallelConfig:

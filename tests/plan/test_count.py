@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from llmfoundry.models.counts import flops_per_token
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.loss import linear_cross_entropy
 from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.plan import count as counting
 from llmfoundry.plan.count import ModelCount, count
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry.recipe.parallel import Degrees
@@ -198,3 +200,18 @@ def test_nothing_of_the_count_stays_behind() -> None:
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     loss = Root(model)(tokens, None, lambda m, h: m.loss(h, tokens))
     assert loss.isfinite()
+
+
+def test_counts_are_equal_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks choose by counts: neither collections of cycles nor addresses may change them."""
+    recipe = mixture(activation_checkpointing="selective")
+    thresholds, counts, kept = gc.get_threshold(), [], []
+    for limit in (1_000_000, 10, 50, 150, 700):
+        monkeypatch.setattr(counting, "_known", {})
+        kept.append([torch.empty(limit) for _ in range(limit % 97)])  # moves later storages
+        gc.set_threshold(limit, 1, 1)
+        try:
+            counts.append(count(recipe, Degrees(shard=2), device=GPU))
+        finally:
+            gc.set_threshold(*thresholds)
+    assert all(each == counts[0] for each in counts)
