@@ -13,13 +13,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llmfoundry.plan.compile_choice import choose_compile, planned_steps, with_compile
 from llmfoundry.plan.fit import choose_fit
-from llmfoundry.plan.memory import GIB, MemoryEstimate
+from llmfoundry.plan.memory import GIB, MemoryEstimate, weight_bytes
 from llmfoundry.plan.search import (
     ActivationChoice,
     Fit,
@@ -249,12 +249,15 @@ def rank(recipe: ResolvedTrainRecipe, setting: Cluster, most: int) -> Ranking:
         for candidate in candidate_layouts(recipe, setting)
         if not refusals(LEAST.apply(candidate), user_recipe)
     ]
-    ranking = Ranking([], None, len(candidates), 0)
+    ranking, needs = Ranking([], None, len(candidates), 0), dict[str, Needs]()
     for limit in memory_limits(setting.available, CUDA):
-        ranking = _Ranker(setting, user_recipe, limit).rank(candidates, most)
+        ranking = _Ranker(setting, user_recipe, limit, needs).rank(candidates, most)
         if ranking.best:
             break
     return ranking
+
+
+Needs = dict[ActivationChoice, MemoryEstimate]
 
 
 @dataclass(frozen=True)
@@ -265,54 +268,74 @@ class _Ranker:
         setting: the GPUs.
         user_recipe: recipe as written by the user, whose checks a layout must pass.
         limit: memory limit of a rank.
+        needs: known memory estimates, by parallel section: compilation does not change them.
     """
 
     setting: Cluster
     user_recipe: TrainRecipe
     limit: MemoryLimit
+    needs: dict[str, Needs]
 
     def rank(self, candidates: list[ResolvedTrainRecipe], most: int) -> Ranking:
         """Rank the candidates that fit and return the best `most` kinds."""
         # in the order of their bounds, until no bound is below the last of the best
         bounds = [_bound(candidate, self.setting) for candidate in candidates]
         best: dict[Any, ParallelLayout] = {}
-        nearest: ParallelLayout | None = None
+        nearest: _TooLarge | None = None
         searched = 0
         for index in sorted(range(len(candidates)), key=bounds.__getitem__):
             costs = sorted(layout.cost for layout in best.values())
             if len(costs) >= most and bounds[index] >= costs[most - 1]:
                 break
             searched += 1
-            for layout in self.layouts(candidates[index]):
+            fitting, too_large = self.layouts(candidates[index])
+            for layout in fitting:
                 kind = _kind(layout)
-                if layout.fits and (kind not in best or layout.cost < best[kind].cost):
+                if kind not in best or layout.cost < best[kind].cost:
                     best[kind] = layout
-                if not layout.fits and (nearest is None or layout.step.total < nearest.step.total):
-                    nearest = layout
+            if too_large and (nearest is None or too_large.seconds < nearest.seconds):
+                nearest = too_large
 
         # count the memory traffic of the best exactly
         finalists = sorted(best.values(), key=lambda layout: layout.cost)[:most]
         exact = [self.exactly(layout) for layout in finalists]
         ranked = sorted(exact, key=lambda layout: layout.cost)
-        return Ranking(ranked, nearest, len(candidates), searched)
+        nearest_layout = None if nearest is None else self.smallest(nearest)
+        return Ranking(ranked, nearest_layout, len(candidates), searched)
 
-    def layouts(self, candidate: ResolvedTrainRecipe) -> list[ParallelLayout]:
+    def layouts(
+        self, candidate: ResolvedTrainRecipe
+    ) -> tuple[list[ParallelLayout], _TooLarge | None]:
         """Return the best layout of each family of activation choices, or one that is too large."""
-        search = Search(
-            candidate, self.setting.gpus, CUDA, reached=self.setting.reached, roughly=True
-        )
-        families = choices(candidate, CUDA)
+        search = self.search(candidate, roughly=True)
+        families, rows = choices(candidate, CUDA), search.sizes()[-1]
         best: dict[ActivationChoice, ParallelLayout] = {}
-        for fit in search.fits(families, self.limit):
+        # activations are slow to count, and often the weights alone do not fit
+        do_weights_fit = weight_bytes(candidate, self.setting.gpus) <= self.limit.room
+        for fit in search.fits(families, self.limit) if do_weights_fit else ():
             if fit.choice.family not in best:
                 layout = _layout(candidate, self.setting, fit)
                 if self.runs(layout):
                     best[fit.choice.family] = layout
-        if best:
-            return [*best.values()]
-        smallest = search.fit(families[-1], search.sizes()[-1], self.limit)
-        is_too_large = smallest.bytes > self.limit.room
-        return [_layout(candidate, self.setting, smallest)] if is_too_large else []
+        smallest = families[-1]
+        if best or (do_weights_fit and search.need(smallest).total(rows) <= self.limit.room):
+            return [*best.values()], None
+        seconds = search.step(smallest, rows)
+        assert seconds is not None
+        return [], _TooLarge(candidate, smallest, rows, seconds.total)
+
+    def smallest(self, nearest: _TooLarge) -> ParallelLayout:
+        """Return the layout that needs the least memory of a candidate that does not fit."""
+        search = self.search(nearest.candidate, roughly=True)
+        fit = search.fit(nearest.choice, nearest.rows, self.limit)
+        return _layout(nearest.candidate, self.setting, fit)
+
+    def search(self, candidate: ResolvedTrainRecipe, *, roughly: bool) -> Search:
+        """Return the search of a candidate's activations and microbatch size."""
+        reached, needs = self.setting.reached, self.needs.setdefault(_degrees_key(candidate), {})
+        return Search(
+            candidate, self.setting.gpus, CUDA, reached=reached, roughly=roughly, needs=needs
+        )
 
     def runs(self, layout: ParallelLayout) -> bool:
         """Return whether the recipe's checks accept the layout, and so do CUDA graphs."""
@@ -326,10 +349,31 @@ class _Ranker:
     def exactly(self, layout: ParallelLayout) -> ParallelLayout:
         """Return the layout after a search with step times from its own memory traffic."""
         recipe = dataclasses.replace(layout.recipe, device_train_microbatch_size="auto")
-        search = Search(recipe, self.setting.gpus, CUDA, reached=self.setting.reached)
-        fits = search.fits([layout.choice.family], self.limit)
+        fits = self.search(recipe, roughly=False).fits([layout.choice.family], self.limit)
         found = (_layout(recipe, self.setting, fit) for fit in fits)
         return next(filter(self.runs, found))
+
+
+class _TooLarge(NamedTuple):
+    """Candidate that does not fit, with the choice and microbatch that need the least memory.
+
+    Attributes:
+        candidate: recipe with its layout.
+        choice: the activations that are kept.
+        rows: sequences of a microbatch.
+        seconds: seconds of a step.
+    """
+
+    candidate: ResolvedTrainRecipe
+    choice: ActivationChoice
+    rows: int
+    seconds: float
+
+
+def _degrees_key(candidate: ResolvedTrainRecipe) -> str:
+    """Return a key of what the memory of a candidate depends on, apart from activations."""
+    parallel = candidate.parallel
+    return repr((parallel.written_degrees, parallel.reshard_after_forward))
 
 
 def _kind(layout: ParallelLayout) -> tuple[Any, ...]:

@@ -100,7 +100,20 @@ class ParameterShards(NamedTuple):
 
 
 def shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
-    """Return the values of a model on one rank."""
+    """Return the values of a model on one rank, from a cache: a plan requests them often."""
+    key = repr((model, degrees))
+    if key not in _SHARES:
+        if len(_SHARES) >= MOST_SHARES:
+            _SHARES.clear()
+        _SHARES[key] = _shares(model, degrees)
+    return _SHARES[key]
+
+
+_SHARES: dict[str, ParameterShards] = {}
+MOST_SHARES = 1000  # models and degrees in the cache
+
+
+def _shares(model: ResolvedModelConfig, degrees: Degrees) -> ParameterShards:
     (bare, _), *blocks = parts(model)
     each = [(by_unit(block.named_parameters(), degrees), count) for block, count in blocks]
     # by size: the first blocks of a mixture may have no experts, and then fewer units

@@ -213,6 +213,8 @@ class Search:
         meta_model: for fine-tuning, see `estimate`.
         reached: achievable speeds of the GPU; None: unknown, or the run fine-tunes.
         roughly: estimate step times without counting the memory traffic of this layout.
+        needs: memory estimates that are known already. Searches that differ only in `reached`,
+            `roughly`, compilation and the microbatch size share them.
     """
 
     recipe: ResolvedTrainRecipe
@@ -221,7 +223,7 @@ class Search:
     meta_model: Decoder | None = None
     reached: Speeds | None = None
     roughly: bool = False
-    _needs: dict[ActivationChoice, MemoryEstimate] = field(default_factory=dict, compare=False)
+    needs: dict[ActivationChoice, MemoryEstimate] = field(default_factory=dict, compare=False)
 
     def sizes(self) -> list[int]:
         """Return the candidates of the microbatch size, the largest first."""
@@ -230,14 +232,14 @@ class Search:
 
     def need(self, choice: ActivationChoice) -> MemoryEstimate:
         """Return the memory estimate of a choice."""
-        if choice not in self._needs:
-            self._needs[choice] = estimate(
+        if choice not in self.needs:
+            self.needs[choice] = estimate(
                 choice.apply(self.recipe),
                 self.world_size,
                 meta_model=self.meta_model,
                 device=self.device,
             )
-        return self._needs[choice]
+        return self.needs[choice]
 
     def fits(self, candidates: Iterable[ActivationChoice], limit: MemoryLimit) -> list[Fit]:
         """Return all configurations that fit, the best first.
@@ -291,10 +293,13 @@ class Search:
 
     def fit(self, choice: ActivationChoice, rows: int, limit: MemoryLimit) -> Fit:
         """Return the configuration of a choice with a microbatch size, whether or not it fits."""
-        need, step = self.need(choice), None
-        if self.reached is not None:
-            step = step_seconds(
-                choice.apply(self.recipe), self.world_size, rows, self.reached, roughly=self.roughly
-            )
+        need = self.need(choice)
         load = need.fitting_load(rows, limit.room)
-        return Fit(rows, choice, need, load, limit.room, step)
+        return Fit(rows, choice, need, load, limit.room, self.step(choice, rows))
+
+    def step(self, choice: ActivationChoice, rows: int) -> StepSeconds | None:
+        """Return the step time of a choice with a microbatch size; None: speeds are unknown."""
+        if self.reached is None:
+            return None
+        recipe = choice.apply(self.recipe)
+        return step_seconds(recipe, self.world_size, rows, self.reached, roughly=self.roughly)

@@ -71,6 +71,7 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("search", "layouts"):
         monkeypatch.setattr(f"llmfoundry.plan.{module}.step_seconds", step_seconds)
     monkeypatch.setattr(search, "estimate", any_estimate)
+    monkeypatch.setattr("llmfoundry.plan.layouts.weight_bytes", lambda *_: 0)
 
 
 @pytest.mark.usefixtures("any_order")
