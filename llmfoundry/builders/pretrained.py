@@ -405,6 +405,7 @@ def _by_class(
     world: World,
 ) -> PretrainedModel:
     from llmfoundry.hf.class_weights import check_class, class_config
+    from llmfoundry.hf.config_keys import without_quantization
     from llmfoundry.hf.read_folder import UNTIED
 
     if pretrained.quantize != "none":
@@ -412,10 +413,9 @@ def _by_class(
             f"model.quantize: {pretrained.quantize} is the decoder's, which cannot hold this model"
             f" ({reason}); write none"
         )
-    if written.get("quantization_config") is not None:
-        raise UserError("config.json: quantization_config; write a folder that is not quantized")
+    written = without_quantization(written)
     config = class_config(written, attn_impl=pretrained.attn_impl, code=code)
-    if on_rank0(world, lambda: check_class(config, folder)):
+    if on_rank0(world, lambda: check_class(config, folder, note=note)):
         note(UNTIED.format(embedding="the embedding"))
         untied = {**written, "tie_word_embeddings": False}
         config = class_config(untied, attn_impl=pretrained.attn_impl, code=code)

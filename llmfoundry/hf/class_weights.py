@@ -274,8 +274,15 @@ def _set_counts(config: HFModelConfig, hf_config: Any) -> None:
     config.hf_matrices = matmul_weights
 
 
-def check_class(config: ResolvedHFModelConfig, folder: Path) -> bool:
+def check_class(
+    config: ResolvedHFModelConfig, folder: Path, *, note: Callable[[str], None] = print
+) -> bool:
     """Check names and shapes of a folder's tensors without reading large tensors.
+
+    Args:
+        config: resolved configuration.
+        folder: folder with config.json and weights.
+        note: reports layers that are left out.
 
     Returns:
         Whether head and embedding differ although config.json ties them.
@@ -285,6 +292,8 @@ def check_class(config: ResolvedHFModelConfig, folder: Path) -> bool:
     """
     model = HFCausalLM(config)
     with open_weights(folder) as weights:
+        for line in weights.notes:
+            note(line)
         for _ in class_tensors(model, weights.names, weights.sketch):
             pass
         stored_pairs = [

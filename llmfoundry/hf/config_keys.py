@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmfoundry.errors import UserError
+from llmfoundry.hf import block_fp8, mxfp4
 from llmfoundry.hf.architecture import (
     ANYTHING,
     BALANCING,
@@ -33,7 +34,6 @@ from llmfoundry.hf.architecture import (
 from llmfoundry.hf.architectures import ARCHITECTURES
 from llmfoundry.hf.layer_keys import read_layers, write_layers
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, is_foundry, read_foundry
-from llmfoundry.hf.mxfp4 import METHOD
 from llmfoundry.hf.rope_keys import ROPES, read_rope, write_rope
 from llmfoundry.hf.tensor_names import MAPS, has_bias
 from llmfoundry.recipe.model import AttentionConfig, FFNConfig, ModelConfig, ResolvedModelConfig
@@ -41,6 +41,7 @@ from llmfoundry.recipe.schema import MOST_LAYERS, Schema
 from llmfoundry.recipe.typed import Problem, build, to_dict, to_type
 
 LOW = "low_precision_"
+READ_METHODS = (mxfp4.METHOD, block_fp8.METHOD)  # quantizations whose weights are read to bf16
 DEFAULT_ARGUMENTS: dict[str, dict[str, Any]] = {  # of torch, where transformers has the function
     "gelu": {"approximate": "none"},
     "leaky_relu": {"negative_slope": 0.01},
@@ -312,13 +313,33 @@ def _check_fixed(written: dict[str, Any], architecture: Architecture, problems: 
                 f"config.json: {fixed.theirs} {field_text(value)}; {architecture.model_type} is"
                 f" read with {field_text(fixed.value)} alone{architecture.advice}"
             )
-    if (quantized := written.get("quantization_config")) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        if method != METHOD:
-            problems.append(
-                f"config.json: quantization_config.quant_method: {field_text(method)};"
-                f" only {METHOD} is read; write a folder that is not quantized"
-            )
+    problems += _quantization_problems(written)
+
+
+def _quantization_problems(written: Mapping[str, Any]) -> list[str]:
+    """Return a line if the weights are stored in a form that is not read."""
+    quantized = written.get("quantization_config")
+    if quantized is None:
+        return []
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if method in READ_METHODS:
+        return []
+    return [
+        f"config.json: quantization_config.quant_method: {field_text(method)}; only"
+        f" {' and '.join(READ_METHODS)} are read; write a folder that is not quantized"
+    ]
+
+
+def without_quantization(written: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json's content for the weights as they are read, in bf16.
+
+    Raises:
+        UserError: the weights are stored in a form that is not read.
+    """
+    problems = _quantization_problems(written)
+    if problems:
+        raise UserError(*problems)
+    return {key: value for key, value in written.items() if key != "quantization_config"}
 
 
 def _settle_mixture(values: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ random, and the results would look plausible.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from llmfoundry.data.text.bounded_backend import with_bounds
 from llmfoundry.data.text.tokenizer import Tokenizer, check_tokenizer
 from llmfoundry.errors import UserError
 from llmfoundry.hf.architecture import DOCUMENT_START
-from llmfoundry.hf.read_folder import read_folder_config
+from llmfoundry.hf.config_keys import READ_METHODS
+from llmfoundry.hf.read_folder import hf_folder, open_weights, read_folder_config
 from llmfoundry.inference.hugging_face_slots import end_ids
+from llmfoundry.terminal import to_stderr
 
 DEFAULT_SEQ_LEN = 2048
 """Used if neither config nor tokenizer specify a longest input, as in lm-evaluation-harness."""
@@ -100,17 +103,39 @@ class OpenedHuggingFace:
         """
         import transformers  # seconds
 
-        model, report = _load(
-            self.name,
-            "weights",
-            transformers.AutoModelForCausalLM.from_pretrained,
-            config=self.config,
-            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32),
-            output_loading_info=True,
+        arguments: dict[str, Any] = {
+            "config": self.config,
+            "dtype": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32),
+            "output_loading_info": True,
             **_SAFE,
-        )
+        }
+        source: str | None = self.name
+        model_class: Any = transformers.AutoModelForCausalLM
+        quantization = getattr(self.config, "quantization_config", None)
+        if isinstance(quantization, dict) and quantization.get("quant_method") in READ_METHODS:
+            source, model_class = None, model_class._model_mapping[type(self.config)]
+            arguments["config"], arguments["state_dict"] = self._dequantized()
+
+        def load(_: str, **arguments: Any) -> Any:
+            return model_class.from_pretrained(source, **arguments)
+
+        model, report = _load(self.name, "weights", load, **arguments)
         _check_weights(self.name, report["missing_keys"])
         return model.to(device)
+
+    def _dequantized(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return the configuration and the weights of a folder in few bits, in bf16.
+
+        transformers reads blocks of FP8 only in shapes that they divide, and needs kernels for
+        MXFP4.
+        """
+        folder = hf_folder(self.name)
+        config = copy.deepcopy(self.config)
+        del config.quantization_config
+        with open_weights(folder) as weights:
+            for line in weights.notes:
+                to_stderr(line)
+            return config, {name: weights.get(name) for name in sorted(weights.names)}
 
 
 def open_hugging_face(name: str, *, seq_len: int | None = None) -> OpenedHuggingFace:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from llmfoundry.errors import UserError, one_line
 from llmfoundry.files import AGAIN, MOST_BYTES, read_object, read_object_if_there
 from llmfoundry.hf.architecture import OWN
 from llmfoundry.hf.architectures import ARCHITECTURES
+from llmfoundry.hf.block_fp8 import BlockFp8
 from llmfoundry.hf.config_keys import check_layers, read_settings, said_biases, unread
 from llmfoundry.hf.llm_foundry_mpt import FOUNDRY, foundry_map
 from llmfoundry.hf.mxfp4 import Mxfp4
@@ -52,6 +54,7 @@ OF_TOKENIZERS = (
     *("chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ROWS = 4096  # rows of an embedding that are compared at a time
 
 
@@ -146,6 +149,8 @@ def open_hf(
         note(line)
     # tensors: names and biases, then the shape of each
     with open_weights(folder) as weights:
+        for line in weights.notes:
+            note(line)
         opened = HFFolder(name, config, weights)
         if name != OWN:
             _resolve_names(opened, written, note)
@@ -278,14 +283,23 @@ assert set(MAPS) == set(ARCHITECTURES), "an architecture needs both its settings
 
 
 class WeightFiles:
-    """All tensors of a folder by name; packed ones (`mxfp4.py`) are read as one weight each.
+    """All tensors of a folder by name.
+
+    Weights in few bits (`mxfp4.py`, `block_fp8.py`) are read as one bf16 tensor each. Layers after
+    the last, which predict further tokens, are left out.
 
     Attributes:
         names: names of all tensors.
+        notes: a line for the tensors that are left out.
     """
 
-    def __init__(self, files: list[Path], reader: Callable[[Path], WeightReader]) -> None:
-        """Open every file once, for its list of tensors."""
+    def __init__(
+        self,
+        files: list[Path],
+        reader: Callable[[Path], WeightReader],
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Open every file once, for its list of tensors; `config` is config.json's content."""
         self._reader = reader
         self._where: dict[str, Path] = {}
         self._sketches: dict[str, Tensor] = {}
@@ -293,11 +307,35 @@ class WeightFiles:
             sketches = reader(file).sketches()
             self._where |= dict.fromkeys(sketches, file)
             self._sketches |= sketches
-        self._packed = Mxfp4.of(self._sketches)
-        for part in self._packed.parts():
-            del self._sketches[part]
-        self._sketches |= self._packed.sketches
+        self.notes = self._leave_out(config)
+        self._packed: tuple[Mxfp4 | BlockFp8, ...] = (
+            Mxfp4.of(self._sketches),
+            BlockFp8.of(self._sketches, config),
+        )
+        for packed in self._packed:
+            for part in packed.parts():
+                del self._sketches[part]
+            self._sketches |= packed.sketches
         self._open: tuple[Path, WeightReader] | None = None
+
+    def _leave_out(self, config: Mapping[str, Any]) -> list[str]:
+        """Remove the layers of `num_nextn_predict_layers`; return a line for the user."""
+        first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+        if type(first) is not int or type(count) is not int:
+            return []
+        left_out = set()
+        for name in self._sketches:
+            layer = _LAYER.match(name)
+            if layer and first <= int(layer[1]) < first + count:
+                left_out.add(name)
+        for name in left_out:
+            del self._sketches[name]
+        if not left_out:
+            return []
+        return [
+            f"config.json: num_nextn_predict_layers {count}: model.layers.{first} predicts a later"
+            f" token, which is not supported; its {len(left_out)} tensors are left out"
+        ]
 
     @property
     def names(self) -> set[str]:
@@ -306,8 +344,9 @@ class WeightFiles:
 
     def get(self, name: str) -> Tensor:
         """Return a tensor on the CPU, memory-mapped: its pages are read when they are used."""
-        if name in self._packed.sketches:
-            return self._packed.get(name, self._stored)
+        for packed in self._packed:
+            if name in packed.sketches:
+                return packed.get(name, self._stored)
         return self._stored(name)
 
     def _stored(self, name: str) -> Tensor:
@@ -409,7 +448,7 @@ def open_weights(folder: Path) -> Iterator[WeightFiles]:
         UserError: there are no weights, a file of the index is missing, or a file cannot be read.
     """
     files, reader = _find_files(folder)
-    weights = WeightFiles(files, reader)
+    weights = WeightFiles(files, reader, read_object_if_there(folder / CONFIG))
     try:
         yield weights
     finally:

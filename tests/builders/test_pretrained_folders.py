@@ -231,7 +231,7 @@ SPOILT = {
     of_integers: "torch.int8, and the model computes with it",
     cut_short: "model.safetensors: cannot be read",
     of_another_architecture: "'t5'",
-    quantised: "quantization_config; write a folder that is not",
+    quantised: "quant_method: gptq; only mxfp4 and fp8 are read; write a folder that is not",
     without_json: "config.json: is not JSON",
     with_a_pickle_that_acts: "holds more than tensors",
 }

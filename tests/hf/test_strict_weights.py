@@ -43,6 +43,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
 
     class Held:
+        notes = ()
         names = property(lambda _: set(tensors))
         get = sketch = staticmethod(tensors.__getitem__)
 
