@@ -9,7 +9,7 @@ weights are then read straight into each rank's shards, whatever layout the mode
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -161,17 +161,24 @@ def open_checkpoint(
     tokenizer.split_special_tokens = recipe.tokenizer.split_special_tokens
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
     state = on_rank0(world, lambda: read_state(checkpoint))
-    for key, value in model_identity(recipe.model).items():
-        then = state["identity"].get(key, value)
+    _check_same_model(checkpoint, recipe.model, state["identity"])
+    layout.check(recipe.model)
+    root = build_root(recipe)
+    loaded = LoadedCheckpoint(checkpoint, recipe, root.eval(), tokenizer, state, layout)
+    return loaded, partial(_fill_loaded, loaded, world, note)
+
+
+def _check_same_model(
+    checkpoint: Checkpoint, model: ResolvedModelConfig, identity: Mapping[str, Any]
+) -> None:
+    """Raise a UserError if a variable gives the recipe another model than the one that trained."""
+    for key, value in model_identity(model).items():
+        then = identity.get(key, value)
         if value != then:
             raise UserError(
                 f"{key}: {value} by {checkpoint}/recipe.yaml, but it was trained with {then};"
                 " set the variable that the recipe names to that"
             )
-    layout.check(recipe.model)
-    root = build_root(recipe)
-    loaded = LoadedCheckpoint(checkpoint, recipe, root.eval(), tokenizer, state, layout)
-    return loaded, partial(_fill_loaded, loaded, world, note)
 
 
 def _fill_loaded(loaded: LoadedCheckpoint, world: World, note: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -143,16 +144,10 @@ def build_trainer(
     # 4. Build the optimizer.
     optimizer = make_optimizer(recipe, root)
     check_same_rows(loader, data.validation, tokenizer, world)
-    # 5. Load the weights. A reference model's log-probabilities are computed before and after.
-    identity = run_identity(job)
+    # 5. Load the weights, and with them the state of the run.
+    average = None if recipe.ema.decay is None else AveragedWeights(root, recipe.ema.decay)
     fill = None if pretrained is None else pretrained.fill
-    reference = open_reference(job, data, start, fill)
-    decay = recipe.ema.decay
-    average = None if decay is None else AveragedWeights(root, decay)
-    state = fill_weights(
-        job, start, optimizer, identity, loader, total=clock.total, fill=fill, average=average
-    )
-    identity |= reference.begin()
+    identity, state = _load_weights(job, start, optimizer, loader, clock, fill, average)
     _note_costs(job, loader, clock)
     # 6. Build the loop. The record is opened last, because nothing can be rejected afterwards.
     module = apply_ddp(root, meshes)
@@ -179,6 +174,27 @@ def build_trainer(
     )
     _open_record(trainer, job, tracker)
     return trainer, job
+
+
+def _load_weights(
+    job: RunContext,
+    start: StartPoint,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    clock: Clock,
+    fill: Callable[[Decoder], None] | None,
+    average: AveragedWeights | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load the weights; return the identity of the run and its state.
+
+    A reference model's log-probabilities are computed before and after.
+    """
+    identity = run_identity(job)
+    reference = open_reference(job, job.prepared, start, fill)
+    state = fill_weights(
+        job, start, optimizer, identity, loader, total=clock.total, fill=fill, average=average
+    )
+    return identity | reference.begin(), state
 
 
 def open_batches(

@@ -71,9 +71,8 @@ def _fully_shard(
     """Apply `fully_shard` to the units of a model.
 
     - Each block is one unit. Embeddings and final norm belong to the root unit.
-    - A head that is not tied to the embedding is a unit of its own. It is gathered during the last
-      block, and its gradient is reduced during the backward pass of the last block. In the root
-      unit, a step would wait for both, and the head would stay gathered in between.
+    - An untied head is a unit. It is gathered during the last block, and its gradient is reduced
+      during the last block's backward pass. In the root unit, a step would wait for both.
     - With expert parallelism, the experts of a layer are a unit inside the block, sharded over the
       ranks that hold the same experts.
     - With tensor parallelism, a layer with experts is a unit inside the block, because its router
@@ -90,10 +89,7 @@ def _fully_shard(
             f" {torch.__version__}; write parallel=ddp, or install 2.13"
         )
     autocast = precision == "amp_bf16"
-    # Mixed precision. Under bf16, shards and gradients are bfloat16 already. Inputs are not cast:
-    # the residual stream and rotary tables stay fp32 under autocast.
-    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = replace(exact, param_dtype=torch.bfloat16) if autocast else exact
+    exact, policy = _policies(autocast=autocast)
     # HSDP accumulates gradients over microbatches in reduce_dtype (fp32), plain FSDP in the dtype
     # of the weights. Under bf16, use HSDP even with a single replica.
     keeps_fp32 = precision == "bf16" and bool(config.reduce_scatter_each_microbatch)
@@ -112,8 +108,12 @@ def _fully_shard(
         fully_shard(root.routers, mesh=mesh, mp_policy=exact)
         in_fp32 |= {p for router in routers for p in router.parameters()}
 
-    # the units of each block, innermost first
+    # the units of each block and of the head, the root unit, and settings of all units
     shard = partial(fully_shard, mp_policy=policy, ignored_params=in_fp32)
+    weights_mesh = fsdp_mesh(meshes.weights)
+    if isinstance(root.model, Decoder) and not root.model.config.tie_word_embeddings:
+        root.head = Head(root.model.lm_head)
+        shard(root.head, mesh=weights_mesh, reshard_after_forward=False)
     for block in root.model.blocks:
         if meshes.expert_weights is not None:
             for experts in (m for m in block.modules() if isinstance(m, ExpertWeights)):
@@ -125,26 +125,39 @@ def _fully_shard(
             for layer in (m for m in block.modules() if isinstance(m, MoE)):
                 mesh = fsdp_mesh(meshes.mixture_weights)
                 shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        inner = [m for m in block.modules() if isinstance(m, FSDPModule)]
-        shard(block, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=reshard)
-        if inner:  # gather during attention, before the host waits for the dispatch counts
-            block.set_modules_to_forward_prefetch(inner)  # type: ignore[operator]
-
-    # the units of the head and of what remains, and settings of all units
-    if isinstance(root.model, Decoder) and not root.model.config.tie_word_embeddings:
-        root.head = Head(root.model.lm_head)
-        shard(root.head, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=False)
-        last = root.model.blocks[-1]
-        inner = [m for m in last.modules() if isinstance(m, FSDPModule) and m is not last]
-        last.set_modules_to_forward_prefetch([*inner, root.head])  # type: ignore[operator]
-        shard = partial(shard, ignored_params=in_fp32 | {*root.head.parameters()})
-    shard(root, mesh=fsdp_mesh(meshes.weights), reshard_after_forward=False)
+        shard(block, mesh=weights_mesh, reshard_after_forward=reshard)
+    of_head = set() if root.head is None else {*root.head.parameters()}
+    shard(root, mesh=weights_mesh, reshard_after_forward=False, ignored_params=in_fp32 | of_head)
+    _prefetch(root)
     if in_fp32:  # runs after FSDP's hook of the root, which creates its streams
         root.register_forward_pre_hook(lambda root, _: root.routers.unshard())
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-scaled sum
             module.set_gradient_divide_factor(1.0)
+
+
+def _policies(*, autocast: bool) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """Return the mixed precision of units that are gathered unchanged, and of other units.
+
+    Under bf16, shards and gradients are bfloat16 already. Inputs are not cast: the residual stream
+    and rotary tables stay fp32 under autocast.
+    """
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return exact, replace(exact, param_dtype=torch.bfloat16) if autocast else exact
+
+
+def _prefetch(root: Root) -> None:
+    """Gather inner units when the forward pass of their block begins, and the head with the last.
+
+    The host waits for the dispatch counts within a block, and would start the gathers afterwards.
+    """
+    for block in root.model.blocks:
+        units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
+        if block is root.model.blocks[-1] and root.head is not None:
+            units.append(root.head)  # type: ignore[arg-type]
+        if units:
+            block.set_modules_to_forward_prefetch(units)  # type: ignore[operator]
 
 
 # torch 2.13 renamed broadcast_buffers, and warns about the old name

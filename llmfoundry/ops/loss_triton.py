@@ -34,6 +34,34 @@ def _capped(
 
 
 @triton.jit
+def _exponentials(
+    logits: tl.tensor,
+    V: tl.tensor,
+    keep: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the maximum m of a row of logits, and the sum of exp(x - m), in one pass."""
+    # maximum and sum in each lane, with one exponential per logit
+    peak = tl.full([WIDTH], -3.4028234663852886e38, dtype=tl.float32)
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    for start in range(0, V, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        mask = (column < V) & keep
+        x = tl.load(logits + column, mask=mask, other=0.0).to(tl.float32)
+        x, _ = _capped(x, scale, softcap, CAPPED)
+        x = tl.where(mask, x, -float("inf"))  # masked columns; the cap would make them finite
+        gap = x - peak
+        smaller = tl.exp(-tl.abs(gap))
+        total = tl.where(gap > 0.0, total * smaller + 1.0, total + smaller)
+        peak = tl.where(gap > 0.0, x, peak)
+    top = tl.max(peak, axis=0)
+    return top, tl.sum(total * tl.exp(peak - top), axis=0)
+
+
+@triton.jit
 def logit_kernel(
     logits: tl.tensor,
     grads: tl.tensor,
@@ -67,21 +95,7 @@ def logit_kernel(
     target = (label - first).to(tl.int32)
 
     if STATISTICS:
-        # running maximum and sum of exponentials in each lane, with one exponential per logit
-        peak = tl.full([WIDTH], -3.4028234663852886e38, dtype=tl.float32)
-        total = tl.zeros([WIDTH], dtype=tl.float32)
-        for start in range(0, V, WIDTH):
-            column = start + tl.arange(0, WIDTH)
-            mask = (column < V) & keep
-            x = tl.load(logits + column, mask=mask, other=0.0).to(tl.float32)
-            x, _ = _capped(x, scale, softcap, CAPPED)
-            x = tl.where(mask, x, -float("inf"))  # masked columns; the cap would make them finite
-            gap = x - peak
-            smaller = tl.exp(-tl.abs(gap))
-            total = tl.where(gap > 0.0, total * smaller + 1.0, total + smaller)
-            peak = tl.where(gap > 0.0, x, peak)
-        top = tl.max(peak, axis=0)
-        rest = tl.sum(total * tl.exp(peak - top), axis=0)
+        top, rest = _exponentials(logits, V, keep, scale, softcap, CAPPED, WIDTH)
         log_sum = top + tl.log(rest)
 
         # the label's logit: 0 if another rank has it, NaN for a label outside the vocabulary

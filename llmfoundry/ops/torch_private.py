@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map, tree_map_only
 
 from llmfoundry.telemetry import span
 
@@ -295,6 +296,60 @@ class _Unread:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
+@dataclass
+class _SavedResults:
+    """Saved results of operators, for `selective_contexts`, whose arguments the fields are.
+
+    Attributes:
+        by_operator: saved results of each operator in the order of its calls.
+        pending: for each pending collective, by the storage of its result, the list and the index
+            at which the result is saved.
+        unread: storages of results that no backward pass reads.
+    """
+
+    compress: Callable[[Tensor], Any]
+    restore: Callable[[Any], Any]
+    has_unread: Callable[[Any], bool]
+    by_operator: dict[Any, list[Any]] = field(default_factory=dict)
+    pending: dict[Any, tuple[list[Any], int]] = field(default_factory=dict)
+    unread: set[Any] = field(default_factory=set)
+
+    def end_collective(self, waited: Tensor, result: Tensor) -> None:
+        """Compress the result of a collective, which is valid only now that it was waited for."""
+        # the storage of the argument, as the result on fake tensors has another
+        entry = self.pending.pop(storage_reference(waited), None)
+        if entry is not None:
+            results, index = entry
+            results[index] = self.compress(result.detach())
+
+    def keep(self, op: Any, args: Any, result: Any) -> None:
+        """Save the result of an operator."""
+        results = self.by_operator.setdefault(op, [])
+        is_collective = op.namespace == "_c10d_functional"
+        if is_collective and storage_reference(args[0]) in self.unread:
+            results.append(_Unread.of(result))
+        elif self.has_unread(op):
+            first, *others = result
+            self.unread.add(storage_reference(first))
+            results.append((_Unread.of(first), *self._compressed(others)))
+        elif is_collective:
+            self.pending[storage_reference(result)] = results, len(results)
+            results.append(result.detach())
+        else:
+            results.append(self._compressed(result))
+
+    def give(self, op: Any) -> Any:
+        """Return the next saved result of an operator."""
+
+        def given(entry: Any) -> Any:
+            return entry.empty() if isinstance(entry, _Unread) else self.restore(entry)
+
+        return tree_map(given, self.by_operator[op].pop(0))
+
+    def _compressed(self, result: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: self.compress(t.detach()), result)
+
+
 def selective_contexts(
     is_kept: Callable[..., bool],
     compress: Callable[[Tensor], Any] = _as_it_is,
@@ -319,16 +374,8 @@ def selective_contexts(
             uninitialized memory in their place.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map, tree_map_only
 
-    # saved results of each operator in the order of its calls; and for each pending collective, by
-    # the storage of its result, the list and the index at which the result is saved
-    saved: dict[Any, list[Any]] = {}
-    pending: dict[Any, tuple[list[Any], int]] = {}
-    unread = set[Any]()  # storages of unread results
-
-    def given(entry: Any) -> Any:
-        return entry.empty() if isinstance(entry, _Unread) else restore(entry)
+    saved = _SavedResults(compress, restore, has_unread)
 
     class Keep(TorchDispatchMode):
         """Saves results in the forward pass."""
@@ -337,28 +384,10 @@ def selective_contexts(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = op(*args, **(kwargs or {}))
-            # a collective that has ended: compress its result, which is valid only now
             if op is torch.ops._c10d_functional.wait_tensor.default:
-                # of the argument, as the result on fake tensors has other storage
-                entry = pending.pop(storage_reference(args[0]), None)
-                if entry is not None:
-                    results, index = entry
-                    results[index] = compress(result.detach())
+                saved.end_collective(args[0], result)
             if is_kept(op, *args):
-                results = saved.setdefault(op, [])
-                is_collective = op.namespace == "_c10d_functional"
-                if is_collective and storage_reference(args[0]) in unread:
-                    results.append(_Unread.of(result))
-                elif has_unread(op):
-                    first, *others = result
-                    unread.add(storage_reference(first))
-                    others = tree_map_only(Tensor, lambda t: compress(t.detach()), others)
-                    results.append((_Unread.of(first), *others))
-                elif is_collective:
-                    pending[storage_reference(result)] = results, len(results)
-                    results.append(result.detach())
-                else:
-                    results.append(tree_map_only(Tensor, lambda t: compress(t.detach()), result))
+                saved.keep(op, args, result)
             return result
 
     class Give(TorchDispatchMode):
@@ -367,9 +396,7 @@ def selective_contexts(
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if is_kept(op, *args):
-                return tree_map(given, saved[op].pop(0))
-            return op(*args, **(kwargs or {}))
+            return saved.give(op) if is_kept(op, *args) else op(*args, **(kwargs or {}))
 
     return Keep(), Give()
 

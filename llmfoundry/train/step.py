@@ -176,12 +176,7 @@ def train_step(
     divisors = (torch.where(count > 0, count, 1), sequences)
 
     # forward and backward passes, then one all-reduce of the losses
-    sums = _accumulate(module, microbatches, settings, divisors, hooks)
-    overflow = sums.overflow()
-    if overflow:  # rows had no room: gradients are NaN on some ranks
-        optimizer.zero_grad(set_to_none=True)
-        with exact_exchanges(module):
-            sums = _accumulate(module, microbatches, settings, divisors, hooks)
+    sums, overflow = _compute_gradients(module, microbatches, settings, divisors, hooks)
     losses, reported, routing = sums.over_processes(settings.token_group)
     parameters = [p for p in module.parameters() if p.grad is not None]
     if OWN_COUNT in reported:
@@ -213,6 +208,26 @@ def train_step(
         if routing is not None:
             move_biases(module, routing.load, held=guard.found_inf)
     return result
+
+
+def _compute_gradients(
+    module: nn.Module,
+    microbatches: list[Batch],
+    settings: StepSettings,
+    divisors: tuple[Tensor, Tensor],
+    hooks: StepHooks,
+) -> tuple[StepSums, int]:
+    """Return the sums of `_accumulate`, and by how many rows the experts' capacity overflowed.
+
+    After an overflow, gradients are NaN on some ranks, and are computed again without a capacity.
+    """
+    sums = _accumulate(module, microbatches, settings, divisors, hooks)
+    overflow = sums.overflow()
+    if overflow:
+        module.zero_grad(set_to_none=True)
+        with exact_exchanges(module):
+            sums = _accumulate(module, microbatches, settings, divisors, hooks)
+    return sums, overflow
 
 
 def _accumulate(
