@@ -54,7 +54,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.fetch import files_of_gauntlet, files_of_tasks, read_table
 from llmfoundry.launch.runs import find, list_runs
 from llmfoundry.loggers.console import Console, format_gib, short_count
-from llmfoundry.migrate.migration import report
+from llmfoundry.migrate.written import report
 from llmfoundry.models.counts import active_parameter_count, gpu_here
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.plan.communication import CollectiveTraffic, communication, spanning

@@ -1,4 +1,4 @@
-"""Current state of runs, wherever they were launched: list, describe, read logs, follow, stop.
+"""Current state of runs, wherever they were launched: list, describe, read logs, follow.
 
 The command `llmfoundry runs` calls these functions. They can also be called from Python:
 
@@ -10,7 +10,7 @@ A run's folder records what happened (metrics.jsonl, events.jsonl, run.json), an
 whether a process is training there now. The target (ssh host, Slurm, Kubernetes) is queried only
 for runs that were launched on one. `states.py` derives the state from these sources. A launched run
 may write to a different folder than the one with its launch record. If this machine cannot see that
-folder, only the target is queried. Does not import PyTorch.
+folder, only the target is queried. `stop.py` ends runs. Does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,15 +31,14 @@ from typing import Any
 import psutil
 
 from llmfoundry.errors import UserError
-from llmfoundry.events import CHECKPOINTS, FOLDERS, add_event, read_events
-from llmfoundry.exit_status import ENDS_FOLDER, own_node
+from llmfoundry.events import CHECKPOINTS, FOLDERS, read_events
+from llmfoundry.exit_status import own_node
 from llmfoundry.files import (
     RUN_LOCK,
     is_locked,
     open_guarded,
     parse_json,
     read_json_if_there,
-    try_lock,
 )
 from llmfoundry.launch import record as records
 from llmfoundry.launch.client import SILENCE, in_order, timed
@@ -57,7 +55,6 @@ from llmfoundry.launch.targets import TARGETS
 from llmfoundry.loggers.metrics_file import BATCH, WALL
 from llmfoundry.loggers.pages.charts import TRAIN_LOSS, is_number
 from llmfoundry.loggers.pages.run_time import growth, whole_seconds
-from llmfoundry.processes import is_alive, kill_all
 from llmfoundry.recipe.checks import nearest
 from llmfoundry.recipe.paths import show
 
@@ -67,7 +64,6 @@ _TAIL = 2**18  # bytes at the end of metrics.jsonl: hundreds of lines
 _LONGEST = 2**24  # bytes; a longer line is read in parts
 _PARALLEL_QUERIES = 16  # targets queried at the same time
 _LOOK_S = 1.0  # seconds between two polls of a run's files
-_HARD_S = 20.0  # seconds from the first signal to SIGKILL, with now=true
 _ASK_S = 5.0  # seconds between two queries of a scheduler or host, which other users query too
 _SKEW_S = 300.0  # maximum lag of another machine's clock
 _QUIET_S = 600.0  # seconds without a file change until a run on another machine counts as dead
@@ -198,7 +194,7 @@ def state_of(folder: Path) -> RunState:
     rows = tail(place / METRICS)
     last = rows[-1] if rows else {}
     held = is_held(place)
-    target = _target_state(record, held=held)
+    target = target_state(record, held=held)
     status = str(_of(run, "summary", dict, {}).get("status", ""))
     changed = _changed(place / "run.json")
     supervised = _supervised(place)
@@ -385,7 +381,7 @@ def _holder_text(folder: Path) -> str:
     return ""
 
 
-def _holder(folder: Path) -> psutil.Process:
+def holder(folder: Path) -> psutil.Process:
     """Return the process that holds the run's lock.
 
     Raises:
@@ -406,7 +402,7 @@ def _holder(folder: Path) -> psutil.Process:
     raise UserError(f"{show(folder)}: who holds it is not known ({text}); stop it by hand")
 
 
-def _target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | None:
+def target_state(record: LaunchRecord | None, *, held: bool) -> TargetState | None:
     """Return the state of a run's job at its target; None: no job was launched."""
     if record is None or not record.job:
         return None
@@ -552,9 +548,14 @@ def follow(name: str, folder: Path | str = "runs") -> Iterator[tuple[str, str]]:
             yield source, timed(line)[1] if is_timed else line
         elif has_ended:  # no line since the run ended, so all lines were read
             return
-        elif time.monotonic() - queried_at >= _pause(record):
+        elif time.monotonic() - queried_at >= poll_interval(record):
             queried_at = time.monotonic()
             has_ended = state_of(place).state not in UNDER_WAY
+
+
+def poll_interval(record: LaunchRecord | None) -> float:
+    """Return the seconds between two polls of a run; a poll may query the run's target."""
+    return 0.2 if record is None or record.target == "local" else _ASK_S
 
 
 def _recorded(place: Path) -> Iterator[tuple[str, str]]:
@@ -603,131 +604,3 @@ def _metrics_line(row: Mapping[str, Any]) -> str:
         if name.startswith(("loss/", "metrics/")) or name == "throughput/tokens_per_sec":
             texts.append(f"{name} {value:.5g}" if is_number(value) else f"{name} {value}")
     return ", ".join(texts)
-
-
-def stop(
-    name: str, folder: Path | str = "runs", *, now: bool = False, timeout: float = 600.0
-) -> RunState:
-    """Stop a run, wait until it has ended, and return its last state.
-
-    Args:
-        name: name or folder of the run.
-        folder: folder of runs.
-        now: kill the run at once; the steps since the last checkpoint are lost. Otherwise the run
-            saves a checkpoint first.
-        timeout: seconds to wait until the run has ended.
-
-    Raises:
-        UserError: there is no such run, it is not running, it cannot be stopped from here, or it
-            still runs after `timeout`.
-    """
-    record_folder = find(name, folder)
-    record, before = read(record_folder), state_of(record_folder)
-    place = records.run_folder(record_folder, record)
-    is_here = before.is_seen and is_held(place)
-    shown = show(record_folder)
-    if before.state == NOT_KNOWN and not is_here:
-        raise UserError(
-            f"{shown}: whether it runs is unknown here: {before.why}; try again, or stop it"
-            " where it runs"
-        )
-    if before.state not in UNDER_WAY and not is_here:
-        raise UserError(f"{shown}: is {before.state}, so there is nothing to stop")
-
-    # request the stop once, through the target or by a signal
-    target = _target_state(record, held=False)
-    with _alone(record_folder) as is_first:
-        if (
-            record is not None
-            and target is not None
-            and target.state in (records.WAITING, records.RUNNING)
-        ):
-            who = f"{record.job} {record.submitted_at:.0f}"
-            event_folder = place if before.is_seen else record_folder
-            if is_first and (now or not _was_asked(event_folder, who)):
-                TARGETS[record.target].stop(record, now=now)
-                _note_stop(event_folder, who, now=now)  # only after a successful request
-        elif is_first:
-            _stop_here(place, timeout=timeout, now=now)
-
-    # wait until the run has ended
-    deadline = time.monotonic() + timeout
-    while True:
-        after = state_of(record_folder)
-        if after.state not in UNDER_WAY and not (after.is_seen and is_held(place)):
-            return after
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{shown}: was asked to save and end, and is {after.state} after"
-                f" {timeout:.0f} s; look again, or write now=true"
-            )
-        time.sleep(min(_pause(record), max(0.1, deadline - time.monotonic())))
-
-
-def _pause(record: LaunchRecord | None) -> float:
-    """Return the seconds between two polls of a run; a poll may query the run's target."""
-    return 0.2 if record is None or record.target == "local" else _ASK_S
-
-
-@contextmanager
-def _alone(place: Path) -> Iterator[bool]:
-    """Lock the run's folder; yield whether no other `stop` holds the lock."""
-    lock, is_first = None, True
-    with suppress(OSError):  # some file systems have no locks
-        lock = try_lock(place)
-        is_first = lock is not None
-    try:
-        yield is_first
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-def _was_asked(place: Path, who: str) -> bool:
-    """Return whether a stop was requested before: a second signal would kill without a save."""
-    return any(e["kind"] == "stop" and e.get("who") == who for e in read_events(place))
-
-
-def _note_stop(place: Path, who: str, *, now: bool) -> None:
-    """Record the stop request of a process or job as an event of the run."""
-    with suppress(OSError):
-        what = "is ended at once" if now else "is asked to save and end"
-        add_event(place, "stop", f"{what} by llmfoundry runs stop", action="stop", who=who)
-
-
-def _stop_here(place: Path, *, timeout: float, now: bool) -> None:
-    """Signal the process that trains on this machine, or its supervisor if it has one.
-
-    Between two attempts of a supervisor no process holds the folder. Wait for the next attempt.
-    """
-    deadline = time.monotonic() + timeout
-    while not is_held(place):
-        if time.monotonic() > deadline or state_of(place).state not in UNDER_WAY:
-            raise UserError(f"{show(place)}: no process trains it; there is nothing to stop")
-        time.sleep(0.2)
-    process = _outermost(_holder(place))
-    who = f"{process.pid} {process.create_time():.0f}"
-    if not now and _was_asked(place, who):
-        return
-    _note_stop(place, who, now=now)
-    process.send_signal(signal.SIGTERM)  # a shell's background processes ignore SIGINT
-    if not now:
-        return
-
-    # kill: a second signal, then SIGKILL for the process and all that it started
-    deadline = time.monotonic() + _HARD_S
-    time.sleep(1.0)
-    with suppress(psutil.NoSuchProcess):
-        process.send_signal(signal.SIGINT)
-        while is_alive(process):
-            if time.monotonic() > deadline:
-                return kill_all(process.pid)
-            time.sleep(0.1)
-
-
-def _outermost(process: psutil.Process) -> psutil.Process:
-    """Return the supervisor of a training process; the process itself if it has none."""
-    with suppress(psutil.Error):  # a supervisor sets ENDS_FOLDER for its child processes
-        if ENDS_FOLDER in process.environ():
-            return next(p for p in process.parents() if ENDS_FOLDER not in p.environ())
-    return process

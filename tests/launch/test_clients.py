@@ -16,6 +16,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.events import read_events
 from llmfoundry.launch import client, hosts, kubernetes, runs, slurm
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, read, write
+from llmfoundry.launch.stop import stop
 from tests.launch.test_render import job_of
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
@@ -108,7 +109,7 @@ def test_a_scheduler_is_not_asked_several_times_a_second(fake: Fake, tmp_path: P
     fake("scancel", "true")
     write(tmp_path, replace(SLURM, where={"log": f"{tmp_path}/log"}))
     with pytest.raises(UserError, match="is waiting after 3 s"):
-        runs.stop(tmp_path.name, tmp_path.parent, timeout=3)
+        stop(tmp_path.name, tmp_path.parent, timeout=3)
     assert (tmp_path / "asked").read_text().count("\n") <= 6
 
 
@@ -188,13 +189,13 @@ def test_a_host_that_is_away_keeps_no_other_from_its_stop_and_each_is_asked_once
     write(tmp_path, of_two(tmp_path, supervisor.pid, began))
     for _ in range(2):
         with pytest.raises(UserError, match="n1: ssh: connect to host n1: No route to host"):
-            runs.stop(tmp_path.name, tmp_path.parent, timeout=1)
+            stop(tmp_path.name, tmp_path.parent, timeout=1)
         until(lambda: signals(tmp_path) == 1)
     assert not [*read_events(tmp_path)]  # n1 was not asked, so that the next stop is to try again
     Path(reached).touch()
     (tmp_path / "launch/node-1.asked").unlink()  # in this test both are one process
     with pytest.raises(UserError, match=r"was asked to save and end, and is waiting after 1 s"):
-        runs.stop(tmp_path.name, tmp_path.parent, timeout=1)
+        stop(tmp_path.name, tmp_path.parent, timeout=1)
     assert [e["kind"] for e in read_events(tmp_path)] == ["stop"]
 
 

@@ -14,6 +14,7 @@ from llmfoundry.launch import hosts, kubernetes, runs, slurm
 from llmfoundry.launch import record as records
 from llmfoundry.launch.record import ENDED, RUNNING, UNKNOWN, WAITING, LaunchRecord, TargetState
 from llmfoundry.launch.states import UNDER_WAY
+from llmfoundry.launch.stop import stop
 from llmfoundry.launch.targets import TARGETS
 from tests.launch.test_hosts import launch, place, recorded, wait  # noqa: F401
 from tests.launch.test_render import job_of
@@ -97,7 +98,7 @@ def test_an_unreachable_run_is_not_said_to_have_nothing_to_stop(
     answer(monkeypatch, TargetState(UNKNOWN, "n1: ssh: no route to host"))
     launched(tmp_path / "a", "ssh", "/nowhere/run")
     with pytest.raises(UserError, match=r"a: whether it runs is unknown here: n1: ssh: no route"):
-        runs.stop("a", tmp_path)
+        stop("a", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from llmfoundry.files import RUN_LOCK, is_locked, try_lock
 from llmfoundry.launch import runs
 from llmfoundry.launch.record import LaunchRecord, TargetState, write
 from llmfoundry.launch.states import judge
+from llmfoundry.launch.stop import stop
 from llmfoundry.loggers.pages.run_time import goodput, grown
 from llmfoundry.recipe.after_training import RunsRecipe
 from llmfoundry.recipe.load import checked
@@ -180,7 +181,7 @@ def test_names_that_are_no_runs_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'quickstart'"):
         runs.describe("quickstrat", tmp_path)
     with pytest.raises(UserError, match="is finished, so there is nothing to stop"):
-        runs.stop("quickstart", tmp_path)
+        stop("quickstart", tmp_path)
     with pytest.raises(UserError, match="folder"):
         runs.list_runs(tmp_path / "none")
 
@@ -312,7 +313,7 @@ def test_a_run_of_another_machine_is_said_to_be_so(tmp_path: Path) -> None:
         with pytest.raises(
             UserError, match=r"is trained by process 5 on node-17, .*; stop it there"
         ):
-            runs.stop("a", tmp_path)
+            stop("a", tmp_path)
     found = runs.state_of(folder)
     assert found.state == "unknown" and found.why.startswith("node-17 wrote ")
     for path in folder.iterdir():
@@ -404,7 +405,7 @@ def test_a_run_is_stopped_saved_and_one_that_is_killed_has_failed(start: Start) 
     process = start("train")
     until(lambda: is_at(3), "steps")
     assert runs.list_runs()[0].state == "running"
-    stopped = runs.stop("tiny", timeout=120)
+    stopped = stop("tiny", timeout=120)
     assert stopped.state == "stopped" and process.wait(120) == 75
     last = f"ba{stopped.step:07}"
     assert runs.describe("tiny").checkpoints[-1] == last
@@ -416,7 +417,7 @@ def test_a_run_is_stopped_saved_and_one_that_is_killed_has_failed(start: Start) 
     dead = runs.state_of(Path("runs/tiny"))
     assert dead.state == "failed" and "killed" in dead.why
     with pytest.raises(UserError, match="is failed, so there is nothing to stop"):
-        runs.stop("tiny")
+        stop("tiny")
 
 
 @pytest.mark.slow
@@ -424,11 +425,11 @@ def test_two_stops_at_once_are_one_and_now_is_at_once_under_a_supervisor(start: 
     process = start("supervise")
     until(lambda: is_at(3), "steps under a supervisor")
     assert is_locked(Path("runs/tiny/supervise") / f"{own_node()}.lock")
-    both = [threading.Thread(target=runs.stop, args=["tiny"]) for _ in range(2)]
-    for stop in both:
-        stop.start()
-    for stop in both:
-        stop.join()
+    both = [threading.Thread(target=stop, args=["tiny"]) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
     assert process.wait(120) == 75
     saved = runs.state_of(Path("runs/tiny"))
     assert runs.describe("tiny").checkpoints[-1] == f"ba{saved.step:07}"
@@ -437,7 +438,7 @@ def test_two_stops_at_once_are_one_and_now_is_at_once_under_a_supervisor(start: 
 
     process = start("supervise")
     until(lambda: is_at(saved.step + 3), "steps under a supervisor")
-    ended = runs.stop("tiny", now=True, timeout=120)
+    ended = stop("tiny", now=True, timeout=120)
     assert ended.state in ("stopped", "failed") and process.wait(120) != 0
     assert not runs.is_held(Path("runs/tiny"))
 

@@ -14,7 +14,8 @@ from llmfoundry.cli.commands.migrate import migrate_file
 from llmfoundry.errors import UserError
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.migrate.entry import MigrationStatus
-from llmfoundry.migrate.migration import RECIPES, leaves_of, migrate, put, read_theirs, report
+from llmfoundry.migrate.migration import RECIPES, leaves_of, migrate, put, read_theirs
+from llmfoundry.migrate.written import report
 from llmfoundry.recipe.before_training import MigrateRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.typed import flat, to_dict

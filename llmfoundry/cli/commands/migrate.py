@@ -9,15 +9,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.files import atomic_write, read_guarded
 from llmfoundry.gauntlet.gauntlet_file import read_gauntlet
 from llmfoundry.migrate.entry import MigrationStatus
-from llmfoundry.migrate.migration import (
-    GAUNTLET,
-    Migration,
-    gauntlet_text,
-    migrate,
-    read_theirs,
-    recipe_text,
-    report,
-)
+from llmfoundry.migrate.migration import GAUNTLET, Migration, migrate, read_theirs
+from llmfoundry.migrate.written import gauntlet_text, recipe_text, report
 from llmfoundry.recipe.before_training import MigrateRecipe
 from llmfoundry.recipe.paths import show
 from llmfoundry.redaction import hide, public

@@ -16,6 +16,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.launch import runs as api
 from llmfoundry.launch.runs import RunDetails, RunState
 from llmfoundry.launch.states import STATES, UNDER_WAY
+from llmfoundry.launch.stop import stop as stop_run
 from llmfoundry.loggers.console import Console, duration, percent
 from llmfoundry.recipe.after_training import RunsRecipe
 from llmfoundry.redaction import public
@@ -126,7 +127,7 @@ def _stop(recipe: RunsRecipe) -> None:
 
     def stop(name: str) -> RunState | UserError:
         try:
-            return api.stop(name, recipe.folder, now=recipe.now, timeout=recipe.timeout)
+            return stop_run(name, recipe.folder, now=recipe.now, timeout=recipe.timeout)
         except UserError as error:
             return error
 
