@@ -2,7 +2,7 @@
 
 Entry point: `BlockFp8.of` finds the weights of a folder, for `read_folder.py`. A weight W is stored
 as W in 8 bits (e4m3) and W_scale_inv, a factor for each block of 128 x 128 values, or one for all.
-As in DeepSeek's fp8_cast_bf16.py, the product is computed in fp32 and rounded to bf16 once. The
+As in DeepSeek's own conversion, the product is computed in fp32 and rounded to bf16 once. The
 last blocks of a dimension may be smaller.
 """
 

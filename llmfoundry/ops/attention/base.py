@@ -450,9 +450,9 @@ def _call(
     mask = bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype)
     if sinks is not None:
         assert not dropout, "plan refuses it"
+        if mask is not None:
+            mask = _as_numbers(mask).to(q.dtype)
         if kind_of(q.device) == "cpu":
-            if mask is not None and mask.dtype == torch.bool:
-                mask = _as_numbers(mask).to(q.dtype)
             return attend_on_cpu(q, k, v, sinks, mask, scale).transpose(1, 2)
         k, v, mask = with_sink_key(k, v, sinks, mask, q.shape[2])
     out = F.scaled_dot_product_attention(

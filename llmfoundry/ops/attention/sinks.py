@@ -97,18 +97,15 @@ def with_sink_key(
         k: (B, KV, S, hd).
         v: (B, KV, S, hd).
         sinks: (H,).
-        bias: broadcastable to (B, H, T, S): added to the logits, or a boolean mask; None: causal,
-            with T = S or 1.
+        bias: broadcastable to (B, H, T, S), added to the logits; None: causal, with T = S or 1.
         queries: T.
 
     Returns:
         Keys and values (B, KV, S + 1, hd), and the bias (B or 1, H, T, S + 1) in the keys' dtype.
     """
     if bias is None:
-        bias = torch.ones(queries, k.shape[2], dtype=torch.bool, device=k.device)
-        bias = (bias.tril() if queries > 1 else bias)[None, None]
-    if bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=k.dtype).masked_fill(~bias, float("-inf"))
+        hidden = float("-inf") if queries > 1 else 0.0
+        bias = k.new_full((1, 1, queries, k.shape[2]), hidden).triu(1)
     rows, _, count, keys = bias.shape
     column = sinks.to(k.dtype).view(1, -1, 1, 1).expand(rows, -1, count, 1)
     bias = bias.to(k.dtype).expand(-1, len(sinks), -1, keys)
