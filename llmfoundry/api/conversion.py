@@ -410,6 +410,7 @@ def export_adapter(
                 " remove them"
             )
         shutil.copytree(own, folder, dirs_exist_ok=True)
+        (folder / BASE_ROWS).unlink(missing_ok=True)
         return str(model.config.name)
     plan = {name: lora for name, _, _, lora in adapted_layers(model)}
     if not plan:

@@ -140,21 +140,21 @@ def train_new_rows(
         UserError: the rows cannot be trained, or there are none.
     """
     adapter, key = recipe.adapter, "adapter.trainable_token_indices"
-    if adapter.trainable_token_indices and isinstance(recipe.model, HFModelConfig):
-        raise UserError(f"{key}: is the decoder's alone; remove it")
     if not new_ids:
         if adapter.trainable_token_indices == NEW:
             raise UserError(f"{key}: new, but the recipe adds no tokens; remove it, or write ids")
         return
 
     # class of transformers
-    if isinstance(recipe.model, HFModelConfig):
-        if adapter.name == "none":
-            return
+    if isinstance(recipe.model, HFModelConfig) and adapter.name == "none":
+        return
+    if isinstance(recipe.model, HFModelConfig) and not (
+        adapter.trainable_token_indices or adapter.pretrained
+    ):
         raise UserError(
-            "adapter.name: lora on a model of transformers' class does not train the rows of new"
-            " tokens; write none, or leave out tokenizer.add_tokens, and write"
-            " tokenizer.chat_template: zephyr, which adds none"
+            f"{key}: lora on a model of transformers' class trains the rows of new tokens alone;"
+            f" write {NEW}, or leave out tokenizer.add_tokens, and write tokenizer.chat_template:"
+            " zephyr, which adds none"
         )
 
     # full fine-tuning: the tables must not be frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,8 +60,15 @@ def adapter_writer(job: RunContext) -> Callable[[Path], None] | None:
         if isinstance(recipe.model, HFModelConfig):
             from llmfoundry.hf.peft.class_adapter import write_class_adapter
 
-            config = model.peft_config
-            write_class_adapter(folder / FOLDER, config, tensors, base)
+            class_model: Any = model
+            write_class_adapter(
+                folder / FOLDER,
+                class_model,
+                tensors,
+                base,
+                base_rows,
+                is_resized=recipe.base.resize_embeddings,
+            )
             return
 
         # the native decoder: convert to the names of Hugging Face

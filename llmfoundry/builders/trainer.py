@@ -436,6 +436,9 @@ def _with_new_rows(recipe: ResolvedTrainRecipe, tokenizer: Tokenizer) -> Resolve
     tokens = tokenizer.vocab_size + len(new_tokens)
     if tokens > recipe.model.vocab_size:
         grown.model.vocab_size = padded_rows(tokens)
+        if isinstance(grown.model, HFModelConfig):
+            rows = {"vocab_size": grown.model.vocab_size}
+            grown.model.hf_config = grown.model.hf_config | rows
     return grown
 
 

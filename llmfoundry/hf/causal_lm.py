@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from llmfoundry.errors import UserError, one_line
 from llmfoundry.hf.rope_by_document import RopeByDocument
+from llmfoundry.hf.token_rows import head_operands
 from llmfoundry.inference.hugging_face_slots import angles_by_length
+from llmfoundry.models.adapter import is_added
 from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.models.router import Routing
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_losses
@@ -73,7 +75,7 @@ class HFCausalLM(nn.Module):
         modules = (self.hf.get_input_embeddings(), self.hf.get_output_embeddings())
         ids = {id(p) for module in modules if module is not None for p in module.parameters()}
         every = self.named_parameters(remove_duplicate=False)
-        return {name for name, p in every if id(p) in ids}
+        return {name for name, p in every if id(p) in ids and not is_added(name)}
 
     @property
     def base(self) -> nn.Module:
@@ -232,7 +234,7 @@ class HFCausalLM(nn.Module):
         if isinstance(self._head, str):  # OWN_HEAD
             return self._own_head(hidden)
         scale, softcap = self._head
-        weight = self.head_weight
+        hidden, weight = head_operands(self.hf, hidden)
         if not torch.is_autocast_enabled(hidden.device.type):
             weight = weight.to(hidden.dtype)
         return cap(nn.functional.linear(hidden, weight), scale, softcap)
@@ -260,9 +262,10 @@ class HFCausalLM(nn.Module):
         assert self._head is not None, "hidden states come from `run`"
         if not isinstance(self._head, str):
             scale, softcap = self._head
+            hidden, weight = head_operands(self.hf, hidden)
             return linear_losses(
                 hidden,
-                self.head_weight,
+                weight,
                 labels,
                 scale=scale,
                 softcap=softcap,

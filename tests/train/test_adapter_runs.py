@@ -474,3 +474,63 @@ def test_on_transformers_class_peft_serves_it(place: Path, kind: str) -> None:
         torch.testing.assert_close(adapted(TOKENS).logits, expected, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="'q_prj' matches nothing; the nearest are"):
         finetune_here("typo", *words, "adapter.target_modules=[q_prj]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "words"),
+    [
+        ("GPTNeoX", False, ("adapter.trainable_token_indices=[101,50]",)),
+        ("Gemma3Text", True, ("adapter.trainable_token_indices=[101,50]",)),  # scales its embedding
+        ("Llama", True, (ALONE_ROWS, RESIZE, "tokenizer.add_tokens=['<|call|>','<|result|>']")),
+    ],
+)
+def test_rows_of_tokens_of_transformers_class(
+    place: Path, kind: str, tied: bool, words: tuple[str, ...]
+) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 256}
+    shape |= {"num_attention_heads": 2, "intermediate_size": 48, "bos_token_id": 256}
+    shape |= {"num_key_value_heads": 2, "head_dim": 16} if tied else {}
+    name, folder = kind.removesuffix("Text"), Path(f"{kind}-rows")
+    config = getattr(transformers, f"{kind}Config")(
+        **shape, max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=0
+    )
+    base = getattr(transformers, f"{name}ForCausalLM")(config)
+    base.save_pretrained(folder)
+    load_checkpoint("runs/base", ALONE, note=print).tokenizer.save(folder)
+    is_new = RESIZE in words
+    ids = [257, 258] if is_new else [101, 50]
+    words = (*words, f"model.pretrained={folder}", "model.name=hf_causal_lm", "optimizer.lr=1e-2",
+             "adapter.use_dora=false", "adapter.lora_dropout=0")  # fmt: skip
+    run = finetune_here(f"{kind}-rows", *words)
+    shutil.copytree(run, f"{run}-2")
+    shutil.rmtree(f"{run}-2/checkpoints/ba0000004")
+    assert losses(finetune_here(f"{kind}-rows-2", *words, "autoresume=true")) == losses(run)
+    model = load_checkpoint(str(run), ALONE, note=print).root.model
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        to("hf", f"{kind}-rows-merged", str(run))
+    )
+    tokens = torch.cat([TOKENS, torch.tensor([ids[:1], ids[1:]])], 1)
+    own = run / "checkpoints/ba0000004/adapter"
+    with torch.no_grad():
+        expected = model.head(model.run(tokens)[0])
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-5)
+        before, after = (m.get_input_embeddings().weight for m in (base, merged))
+        moved = (before != after[:257]).any(1).nonzero().flatten().tolist()
+        assert moved == ([] if is_new else [50, 101])
+        if is_new:  # peft would put it on a base with fewer rows
+            assert json.loads((own / "adapter_config.json").read_text())["peft_type"] != "LORA"
+        else:
+            adapted = peft.PeftModel.from_pretrained(
+                base, to("peft", f"{kind}-rows-peft", str(run))
+            )
+            torch.testing.assert_close(adapted(tokens).logits, expected, rtol=0, atol=1e-5)
+    # A run that continues the adapter moves the same rows.
+    decided = ("adapter.r=null", "adapter.use_dora=null", "adapter.trainable_token_indices=null")
+    on = finetune_here(f"{kind}-rows-on", *words, f"adapter.pretrained={own}", *decided)
+    further = transformers.AutoModelForCausalLM.from_pretrained(
+        to("hf", f"{kind}-rows-on-merged", str(on))
+    )
+    later = further.get_input_embeddings().weight
+    assert (later != after).any(1).nonzero().flatten().tolist() == sorted(ids)

@@ -22,12 +22,21 @@ from torch import Tensor, nn
 from llmfoundry.errors import UserError, import_optional, one_line
 from llmfoundry.files import open_to_all, write_json
 from llmfoundry.hf.causal_lm import HFCausalLM
-from llmfoundry.hf.peft.names import CONFIG, WEIGHTS, check_patterns, read_config
+from llmfoundry.hf.peft.names import (
+    CONFIG,
+    OWN_TYPE,
+    TOKEN_ROWS,
+    WEIGHTS,
+    check_patterns,
+    read_config,
+)
 from llmfoundry.hf.peft.read import check_start
-from llmfoundry.models.adapter import fill_adapter_from, is_added
+from llmfoundry.hf.token_rows import add_token_rows, merge_token_rows, row_layers
+from llmfoundry.models.adapter import fill_adapter_from, is_added, set_token_rows
 from llmfoundry.models.adapter_targets import select
 from llmfoundry.models.init import Distribution, sample
-from llmfoundry.ops.shard_layout import assign, full_tensor
+from llmfoundry.models.low_rank import A, B
+from llmfoundry.ops.shard_layout import assign, full_rows, full_tensor
 from llmfoundry.recipe.adapter import ALL_LINEAR, ResolvedAdapterConfig
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.terminal import columns
@@ -206,6 +215,7 @@ def peft_name(name: str) -> str:
 
 def merge_peft(model: HFCausalLM) -> None:
     """Merge the adapters into the weights of the class, and remove peft's layers."""
+    merge_token_rows(model.hf)
     for name, module in [*model.hf.named_modules()][::-1]:
         if hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names"):
             module.merge()
@@ -262,7 +272,12 @@ def values_from_peft(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
     Raises:
         UserError: names or shapes do not match.
     """
-    ours = {peft_name(n): (n, p) for n, p in model.named_parameters() if p.requires_grad}
+    of_rows = {name for name, _ in row_layers(model)}
+    ours = {
+        peft_name(name): (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name.rpartition(".")[0] not in of_rows
+    }
     different = sorted(ours.keys() ^ tensors.keys())
     if different:
         raise UserError(f"adapter: {different[0]} is in one of adapter and model alone")
@@ -285,13 +300,48 @@ def add_to_class(
 ) -> None:
     """Add the recipe's adapter, or that of a folder, to a class on the meta device."""
     if folder is None:
-        config = peft_config(model, recipe.adapter)
+        config, tokens = peft_config(model, recipe.adapter), recipe.adapter.trainable_token_indices
     else:
         config = _read_lora_config(folder, model)
+        tokens = _read_tokens(config, model, folder)
+    config.trainable_token_indices = None  # `token_rows.py` has the rows, with peft's semantics
     add_peft(model, config, dtype=dtype)
+    if tokens:
+        ids = [0] if isinstance(tokens, str) else tokens  # a sketch, whose tokens are not known yet
+        _check_tokens(model, ids)
+        add_token_rows(model.hf, ids, dtype)
     model.peft_config = config
     for line in class_table(model):
         note(line)
+
+
+def _check_tokens(model: Any, ids: Sequence[int]) -> None:
+    """Raise a UserError for a token that the model has no row for."""
+    rows = len(model.embedding_weight)
+    if max(ids) >= rows:
+        raise UserError(
+            f"adapter.trainable_token_indices: {max(ids)}, but the model has {rows} rows"
+        )
+
+
+def _read_tokens(config: Any, model: Any, folder: Path) -> list[int]:
+    """Return the tokens whose rows an adapter folder trains, in embedding and head.
+
+    Raises:
+        UserError: the two have different tokens, or one has none.
+    """
+    written = config.trainable_token_indices or {}
+    if isinstance(written, list):
+        written = {"embedding": written}
+    tied = model.hf.get_output_embeddings().weight is model.embedding_weight
+    ids = [*written.values()]
+    if ids and (len(ids) < (1 if tied else 2) or any(other != ids[0] for other in ids)):
+        raise UserError(
+            f"{folder / CONFIG}: trainable_token_indices differ for embedding and head, and a model"
+            " of transformers' class trains the same rows of both; merge the adapter by peft's"
+            " merge_and_unload()"
+        )
+    return ids[0] if ids else []
 
 
 def _read_lora_config(folder: Path, model: Any) -> Any:
@@ -302,7 +352,7 @@ def _read_lora_config(folder: Path, model: Any) -> Any:
     """
     LoraConfig = import_peft().LoraConfig
     read = read_config(folder)
-    if read.get("peft_type") != "LORA":
+    if read.get("peft_type") not in ("LORA", OWN_TYPE):
         raise UserError(f"{folder}: peft_type {read.get('peft_type')}; write a LORA folder")
     _check_layers_kept(folder, read)
     check_start(folder, read)
@@ -320,22 +370,77 @@ def _read_lora_config(folder: Path, model: Any) -> Any:
 def begin_in_class(model: nn.Module, recipe: ResolvedFinetuneRecipe, folder: Path | None) -> None:
     """Initialize the adapter, or read it from a folder."""
     init_peft(model, recipe.seed, recipe.adapter.init_lora_weights or "default")
+    for _, layer in row_layers(model):
+        set_token_rows(layer, full_rows(layer.weight, layer.lora.tokens))
     if folder is not None:
         from safetensors.torch import load_file
 
-        fill_adapter_from(model, values_from_peft(model, load_file(folder / WEIGHTS)))
+        tensors = load_file(folder / WEIGHTS)
+        for layer, rows in _take_rows(model, tensors):
+            set_token_rows(layer, rows)
+        fill_adapter_from(model, values_from_peft(model, tensors))
+
+
+def _take_rows(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
+    """Remove the rows of tokens from a file's tensors; yield the layer and the rows of each.
+
+    Raises:
+        UserError: the file lacks some, or they do not fit the layer.
+    """
+    for name, layer in row_layers(model):
+        key = f"{peft_name(name)}.{TOKEN_ROWS}"
+        rows, shape = tensors.pop(key, None), (len(layer.lora.tokens), layer.weight.shape[1])
+        if rows is None or rows.shape != shape:
+            there = "is missing" if rows is None else f"is {tuple(rows.shape)}"
+            raise UserError(
+                f"adapter: {key} {there}, and would be {shape} here; it was made for another base"
+                " model"
+            )
+        yield layer, rows
 
 
 def write_class_adapter(
-    folder: Path, config: Any, tensors: Mapping[str, Tensor], base: str | None
+    folder: Path,
+    model: HFCausalLM,
+    tensors: Mapping[str, Tensor],
+    base: str | None,
+    base_rows: Mapping[str, Tensor],
+    *,
+    is_resized: bool,
 ) -> None:
-    """Write the trained adapter as a peft folder."""
+    """Write the trained adapter as a peft folder.
+
+    Args:
+        folder: existing folder.
+        model: model with the adapter.
+        tensors: values of its parameters by name.
+        base: name of the base model in adapter_config.json.
+        base_rows: result of `base_token_rows`.
+        is_resized: the base model has fewer embedding rows. peft must reject such a folder.
+    """
     from safetensors.torch import save_file
 
-    named = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    # rows of tokens: those of the base with their change
+    named, tokens = {}, {}
+    for name, layer in row_layers(model):
+        is_embedding = isinstance(layer, nn.Embedding)
+        change = tensors[f"{name}.{B}"].T if is_embedding else tensors[f"{name}.{A}"]
+        rows = (base_rows[name] + change.float()).contiguous()
+        named[f"{peft_name(name)}.{TOKEN_ROWS}"] = rows
+        tokens[name] = [*layer.lora.tokens]
+
+    # everything else
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[0] not in tokens:
+            named[peft_name(name)] = tensor.contiguous()
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
     open_to_all(folder / WEIGHTS)
+    config: Any = model.peft_config
     values = config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
+    in_class = {name.removeprefix("hf."): ids for name, ids in tokens.items()}
+    values["trainable_token_indices"] = in_class or None
+    if is_resized:
+        values["peft_type"] = OWN_TYPE
     plain = json.loads(json.dumps(values, default=_plain))
     write_json(folder / CONFIG, plain)
 
