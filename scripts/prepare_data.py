@@ -9,10 +9,13 @@ Training prepares what is missing by itself; this does it ahead, on a machine wi
 prepare.output the result is where training looks for it, data.cache_folder, keyed by its content.
 With it, it is a folder here or at a URL that any run reads: data.name=shards data.remote=FOLDER
 data.split=train. A preparation that was stopped resumes where it was.
+
+With teacher=MODEL top_k=64, a model then reads the tokens, and its most probable next tokens are
+stored next to them for loss=distill (docs/distillation.md).
 """
 
+from llmfoundry.cli.recipe_types import prepared
 from llmfoundry.cli.script import run
-from llmfoundry.recipe.before_training import PrepareRecipe
 
 if __name__ == "__main__":
-    run(PrepareRecipe, "llmfoundry.cli.commands.prepare_data:prepare_data", help=__doc__)
+    run(prepared, "llmfoundry.cli.commands.prepare_data:prepare_data", help=__doc__)

@@ -10,20 +10,23 @@ import pytest
 import torch
 
 from llmfoundry.builders.model import build_root
+from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.cli.commands.train import train
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan.fit import guess_vocab_size
+from llmfoundry.recipe.before_training import PrepareRecipe
 from llmfoundry.recipe.checks import Duration
 from llmfoundry.recipe.load import checked
+from llmfoundry.recipe.loss import DISTILL
 from llmfoundry.recipe.paths import YAMLS
-from llmfoundry.recipe.train import TrainRecipe
-from llmfoundry.recipe.typed import to_dict
+from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
+from llmfoundry.recipe.typed import to_dict, to_yaml
 from tests.tiny import losses, write_recipe
 
 RECIPES = sorted(YAMLS.glob("*.yaml"))
 TRAINED = (  # whose models and optimizers have every choice that any recipe makes
     *("quickstart", "dbrx-tiny", "llama-1b", "mpt-125m", "starcoder2-3b"),
-    *("dbrx-18b", "mpt-7b-128k", "deepseek-tiny", "quickstart-ema"),
+    *("dbrx-18b", "mpt-7b-128k", "deepseek-tiny", "quickstart-ema", "quickstart-distill"),
 )
 FINETUNING = ("scaling", "finetune", "adapter", "preference")  # tests/test_finetune_recipes.py's
 GROUPS = [
@@ -83,8 +86,19 @@ def shrunk(recipe: Path, folder: Path) -> TrainRecipe:
     ids=lambda path: path.stem,
 )
 def test_a_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
-    train(shrunk(recipe, tmp_path).resolve())
+    shrunken = shrunk(recipe, tmp_path).resolve()
+    if shrunken.loss.name == DISTILL:
+        teach(shrunken, tmp_path)
+    train(shrunken)
     assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
+def teach(recipe: ResolvedTrainRecipe, folder: Path) -> None:
+    """Store the tokens of a teacher, a run without one, next to those of a recipe."""
+    (folder / "teacher.yaml").write_text(to_yaml(recipe.user_recipe))
+    path, save = folder / "teacher.yaml", f"save_folder={folder / 'teacher'}"
+    train(checked(TrainRecipe, path, ["loss=cross_entropy", save]).resolve())
+    prepare_data(checked(PrepareRecipe, path, [f"teacher={folder / 'teacher'}"]).resolve())
 
 
 def test_what_any_recipe_chooses_one_that_is_trained_chooses() -> None:
@@ -145,7 +159,8 @@ PUBLISHED = {  # parameters; tokens of LLM Foundry's recipes, elsewhere 20 a par
 
 
 def test_every_recipe_of_a_published_size_is_counted() -> None:
-    small = {"quickstart", "quickstart-ema", "dbrx-tiny", "deepseek-tiny", "pretrain"}
+    small = {"quickstart", "quickstart-ema", "quickstart-distill", "dbrx-tiny", "deepseek-tiny"}
+    small |= {"pretrain"}
     assert {path.stem for path in RECIPES} - small == PUBLISHED.keys()
 
 

@@ -42,6 +42,7 @@ from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
 from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.paths import find_shipped
 from llmfoundry.recipe.train import ResolvedTrainRecipe
+from llmfoundry.train.distillation import build_distillation
 from llmfoundry.train.preference_loss import Preference, build_preference
 from llmfoundry.train.validation import validate, validate_answers
 
@@ -174,7 +175,8 @@ def build_validation(
         }
         if objective is not None:
             return validate_answers(job.root, batches, token_bytes, objective, **how)
-        return validate(job.root, batches, token_bytes, **how)
+        distillation = build_distillation(job.recipe.loss)
+        return validate(job.root, batches, token_bytes, distillation=distillation, **how)
 
     return measure
 

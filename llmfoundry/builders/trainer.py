@@ -44,6 +44,7 @@ from llmfoundry.builders.resume import (
 )
 from llmfoundry.builders.run_context import NOTHING, Additions, RunContext, eval_rows
 from llmfoundry.builders.save_adapter import adapter_writer
+from llmfoundry.builders.teacher import with_teacher
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.save import Checkpointer, Contents, Reports, SavePolicy
 from llmfoundry.checkpoint.storage import Checkpoint, Storage, batch_of
@@ -98,6 +99,7 @@ from llmfoundry.recipe.parallel import EXPERT, compiled_limits, limits, node_siz
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import to_yaml
 from llmfoundry.train.average import AveragedWeights
+from llmfoundry.train.distillation import build_distillation
 from llmfoundry.train.objective import CrossEntropy, Objective
 from llmfoundry.train.optim.optimizers import build_optimizer, freeze
 from llmfoundry.train.out_of_memory import NAME as OUT_OF_MEMORY
@@ -233,12 +235,14 @@ def step_settings(
     microbatch: int,
     objective: Objective | None = None,
 ) -> StepSettings:
-    """Return the settings that all steps share; `objective` None: the cross-entropy."""
+    """Return the settings that all steps share; `objective` None: the section `loss` has it."""
     return StepSettings(
         microbatch=microbatch,
         autocast=build_autocast(recipe.precision, world.device),
         clipping=recipe.gradient_clipping,
-        objective=objective or CrossEntropy(recipe.loss.z_loss_weight),
+        objective=objective
+        or build_distillation(recipe.loss)
+        or CrossEntropy(recipe.loss.z_loss_weight),
         data_group=world.data_group,
         token_group=world.token_group,
         shard_tokens=token_sharding(root),
@@ -329,6 +333,7 @@ def _open_data(
 ) -> RunData:
     """Open the recipe's data and report its size."""
     data = with_places(open_data(recipe, tokenizer, world), recipe)
+    data = with_teacher(data, recipe, tokenizer, world)
     for line in data.summary.splitlines():
         note(line)
     return data

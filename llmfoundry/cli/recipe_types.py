@@ -18,6 +18,8 @@ from llmfoundry.recipe.before_training import (
     LaunchRecipe,
     PlanFinetuneRecipe,
     PlanRecipe,
+    PrepareFinetuneRecipe,
+    PrepareRecipe,
 )
 from llmfoundry.recipe.finetune import FinetuneRecipe, is_finetuning
 from llmfoundry.recipe.train import TrainRecipe
@@ -39,6 +41,7 @@ def either(
     return chosen
 
 
+prepared = either(PrepareRecipe, PrepareFinetuneRecipe)
 inspected = either(InspectRecipe, InspectFinetuneRecipe)
 _planned = either(PlanRecipe, PlanFinetuneRecipe)
 launched = either(LaunchRecipe, LaunchFinetuneRecipe)

@@ -12,12 +12,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from llmfoundry.ops.packed_layout import IGNORE, AnswerDocuments, Batch, PackedLayout
+from llmfoundry.ops.packed_layout import (
+    IGNORE,
+    AnswerDocuments,
+    Batch,
+    PackedLayout,
+    TeacherTokens,
+)
+
+TeacherRows: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""Token ids (n, k) of an unsigned type, and their log-probabilities (n, k) in fp16."""
 
 
 class TrainingSequence(NamedTuple):
@@ -38,6 +47,7 @@ class TrainingSequence(NamedTuple):
         references: (k, D) fp32, the reference model's log-probabilities of the answers of D
             documents. Index 0: each answer after its own prompt. Index 1, if k = 2: the answer of
             the previous document after each prompt (of the last document after the first prompt).
+        teacher: the teacher's tokens at each label, (n - 1, k); None: no teacher.
     """
 
     ids: np.ndarray
@@ -46,6 +56,7 @@ class TrainingSequence(NamedTuple):
     weights: np.ndarray | None = None
     sides: list[int] | None = None
     references: np.ndarray | None = None
+    teacher: TeacherRows | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class SequenceBatch:
         sides: as in `TrainingSequence`, with 0 for the padding; None if no sequence has sides.
         references: (B, k, D) fp32, as in `TrainingSequence`, 0 for a sequence without; None if no
             sequence has references.
+        teacher: (B, T, k) each, 0 where there is no label; None: no teacher.
     """
 
     ids: np.ndarray
@@ -74,6 +86,7 @@ class SequenceBatch:
     weights: np.ndarray | None = None
     sides: list[list[int]] | None = None
     references: np.ndarray | None = None
+    teacher: TeacherRows | None = None
 
     @classmethod
     def fill(cls, rows: Sequence[TrainingSequence], seq_len: int, eos_id: int) -> SequenceBatch:
@@ -99,6 +112,7 @@ class SequenceBatch:
             _weights(rows, seq_len),
             _sides(rows, lengths),
             _references(rows),
+            _teacher(rows, seq_len),
         )
 
     def outside(self, vocab_size: int) -> int | None:
@@ -133,7 +147,20 @@ class SequenceBatch:
             if self.weights.max(initial=0) != 1 or np.any(self.weights % 1):
                 weights = torch.from_numpy(self.weights)
         answers = None if self.sides is None else self._answers(labels != IGNORE)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), layout, weights, answers)
+        teacher = None
+        if self.teacher is not None:
+            ids, log_probs = self.teacher
+            teacher = TeacherTokens(
+                torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(log_probs)
+            )
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            layout,
+            weights,
+            answers,
+            teacher,
+        )
 
     def _answers(self, in_loss: np.ndarray) -> AnswerDocuments:
         """Return the sides, starts and reference log-probabilities of the answers.
@@ -195,6 +222,21 @@ def _references(rows: Sequence[TrainingSequence]) -> np.ndarray | None:
         if values is not None:
             padded[: values.shape[0], : values.shape[1]] = values
     return references
+
+
+def _teacher(rows: Sequence[TrainingSequence], seq_len: int) -> TeacherRows | None:
+    """Return the teacher's tokens (B, T, k) of all rows; None if no row has them."""
+    taught = [(n, row.teacher) for n, row in enumerate(rows) if row.teacher is not None]
+    if not taught:
+        return None
+    assert len(taught) == len(rows), "every stream has a teacher, or none has"
+    shape = (len(rows), seq_len, max(values[0].shape[1] for _, values in taught))
+    ids = np.zeros(shape, np.result_type(*(values[0].dtype for _, values in taught)))
+    log_probs = np.zeros(shape, np.float16)
+    for n, values in taught:
+        ids[n, : len(values[0])] = values[0]
+        log_probs[n, : len(values[1])] = values[1]
+    return ids, log_probs
 
 
 def _answer_begins(lengths: list[int], in_loss: np.ndarray) -> Iterator[int]:

@@ -44,17 +44,17 @@ class TokenShards:
     """Token shards. If they were written without texts, the texts are decoded from the tokens."""
 
     def __init__(self, dataset: TokenDataset, tokenizer: Tokenizer) -> None:
-        self._dataset, self._tokenizer = dataset, tokenizer
+        self.dataset, self._tokenizer = dataset, tokenizer
         self.n_rows, self.row = dataset.n_rows, dataset.row
 
     @property
     def n_bytes(self) -> int:
         """UTF-8 bytes of the text."""
-        return self._dataset.n_bytes
+        return self.dataset.n_bytes
 
     def texts(self) -> list[str]:
         """Return the stored texts of the documents or, without them, the decoded tokens."""
-        dataset = self._dataset
+        dataset = self.dataset
         if dataset.index.texts or not dataset.n_documents:
             return dataset.texts()
         ids, lengths = dataset.row(0, dataset.n_tokens - 1)
@@ -68,22 +68,22 @@ class MDSRows:
     """Sequences of an MDS column of token ids."""
 
     def __init__(self, source: MDSTokens, tokenizer: Tokenizer) -> None:
-        self._source, self._tokenizer = source, tokenizer
+        self.source, self._tokenizer = source, tokenizer
         self.n_bytes = source.n_bytes
 
     def n_rows(self, seq_len: int, *, partial: bool = False) -> int:
         """Return the number of samples: each is one sequence."""
-        return self._source.n_rows
+        return self.source.n_rows
 
     def row(self, row: int, seq_len: int) -> tuple[np.ndarray, list[int]]:
         """Return the ids of a sample, truncated to `seq_len`, and its document lengths."""
-        sequence = self._source.cut(row, seq_len)
+        sequence = self.source.cut(row, seq_len)
         return sequence.ids, sequence.lengths
 
     def texts(self) -> list[str]:
         """Return the decoded samples."""
-        rows = range(self._source.n_rows)
-        return [self._tokenizer.decode(self._source.ids(row).tolist()) for row in rows]
+        rows = range(self.source.n_rows)
+        return [self._tokenizer.decode(self.source.ids(row).tolist()) for row in rows]
 
 
 class MDSDocuments:
@@ -199,4 +199,5 @@ def _without_tokens(row: TrainingSequence) -> TrainingSequence:
         weights=None if row.weights is None else row.weights[:0],
         sides=None if row.sides is None else [],
         references=None if row.references is None else row.references[:, :0],
+        teacher=row.teacher and (row.teacher[0][:0], row.teacher[1][:0]),
     )

@@ -348,20 +348,21 @@ class TokenSource:
 def tokens_left_out(streams: Iterable[Stream]) -> int:
     """Return the tokens per epoch after the last full sequence of each token stream, in all."""
     sources = (s.source for s in streams if isinstance(s, OrderedStream))
-    return sum(s.tokens_left_out for s in sources if isinstance(s, TokenSource))
+    return sum(getattr(source, "tokens_left_out", 0) for source in sources)
 
 
 class MDSColumn:
     """One column of an MDS dataset. Subclasses convert its values to sequences or texts.
 
     Attributes:
+        folder: folder of the shards.
         index: index of the shards.
         column: name of the column.
         n_bytes: total size of the uncompressed shards.
     """
 
     def __init__(self, name: str, folder: ShardFolder, index: MDSIndex, column: str) -> None:
-        self.name, self.index, self._folder, self.column = name, index, folder, column
+        self.name, self.index, self.folder, self.column = name, index, folder, column
         self.sizes = index.sizes
         self.n_rows = int(self.sizes.sum())
         self.fingerprint = index.fingerprint
@@ -389,27 +390,27 @@ class MDSColumn:
     def prefetch(self, shards: Iterator[int]) -> None:
         """Start to fetch these shards in this order, except open shards."""
         unopened = (shard for shard in shards if shard not in self._open)
-        self._folder.prefetch(self.index.spec(shard) for shard in unopened)
+        self.folder.prefetch(self.index.spec(shard) for shard in unopened)
 
     def close(self) -> None:
         """Close the open shards. A later read opens them again."""
         while self._open:
             self._open.popitem()[1].pins.close()
-        self._folder.close()
+        self.folder.close()
 
     @property
     def is_here(self) -> bool:
         """Whether the shards are local files that are read without a copy or decompression."""
-        return self._folder.is_in_place and not self.index.is_packed
+        return self.folder.is_in_place and not self.index.is_packed
 
     def first_byte(self, shard: int) -> int:
         """Return the byte offset of the first sample of a shard in its file."""
-        with self._folder.pin(self.index.spec(shard)) as path:
+        with self.folder.pin(self.index.spec(shard)) as path:
             return MDSShard(path, self.index, shard).first_byte
 
     def _map(self, n: int) -> _OpenShard:
         with ExitStack() as stack:
-            path = stack.enter_context(self._folder.pin(self.index.spec(n)))
+            path = stack.enter_context(self.folder.pin(self.index.spec(n)))
             read = MDSShard(path, self.index, n).reader(self.column)
             shard = self._open[n] = _OpenShard(read, stack.pop_all())
         if len(self._open) > _OPEN_SHARDS:

@@ -230,12 +230,13 @@ class TokenDataset:
     the shards for itself.
 
     Attributes:
+        folder: folder of the shards.
         index: counts and files of the stream.
     """
 
     def __init__(self, folder: ShardFolder, index: StreamIndex) -> None:
         self.index = index
-        self._folder = folder
+        self.folder = folder
         self._dtype = np.dtype(index.dtype)
         sizes = [shard.n_tokens for shard in index.shards]
         self._bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
@@ -325,13 +326,13 @@ class TokenDataset:
 
     def texts(self) -> list[str]:
         """Return the exact texts of the documents, in order; stored for held-out text only."""
-        files = (self._folder.read(name).decode() for name in self.index.texts)
+        files = (self.folder.read(name).decode() for name in self.index.texts)
         return [json.loads(line) for file in files for line in file.splitlines()]
 
     def verify(self) -> None:
         """Read all shards and raise a `UserError` if a checksum differs from the index."""
         for shard in self.index.shards:
-            with self._folder.pin(shard.spec(self._dtype)) as path:
+            with self.folder.pin(shard.spec(self._dtype)) as path:
                 for algorithm, expected in shard.hashes.items():
                     if (actual := digest(algorithm, _chunks(path))) != expected:
                         raise UserError(
@@ -356,7 +357,7 @@ class TokenDataset:
     def _map(self, n: int) -> _Map:
         shard = self.index.shards[n]
         # A map remains valid after its file is deleted, so the cache may evict an open shard.
-        with self._folder.pin(shard.spec(self._dtype)) as path:
+        with self.folder.pin(shard.spec(self._dtype)) as path:
             data = np.asarray(np.memmap(path, np.uint8, mode="r"))
         size, offset = shard.n_tokens * self._dtype.itemsize, starts_offset(shard, self._dtype)
         return _Map(data[:size].view(self._dtype), data[offset:].view("<u4"))

@@ -28,8 +28,14 @@ from llmfoundry.inference.hugging_face_slots import angles_by_length
 from llmfoundry.models.adapter import is_added
 from llmfoundry.models.kv_cache import TokenChunk
 from llmfoundry.models.router import Routing
+from llmfoundry.ops.distillation import (
+    DistillationLosses,
+    DistillationWeights,
+    linear_distillation,
+    logit_distillation,
+)
 from llmfoundry.ops.loss import cap, chunk_tokens, linear_losses
-from llmfoundry.ops.packed_layout import IGNORE, PackedLayout
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
 from llmfoundry.recipe.model import HFModelConfig
 
 PROBE = (6, 3, 8, 1, 6)  # lengths of the documents that strategies are compared on
@@ -289,6 +295,48 @@ class HFCausalLM(nn.Module):
             )
             total, z_total = total + loss, z_total + z_loss.detach()
         return total, z_total
+
+    def distillation(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        by: DistillationWeights,
+        *,
+        z_loss_weight: float = 0.0,
+    ) -> DistillationLosses:
+        """Return cross-entropy and divergence from the teacher; see `Decoder.distillation`."""
+        assert self._head is not None and batch.teacher is not None
+        if not isinstance(self._head, str):
+            scale, softcap = self._head
+            return linear_distillation(
+                hidden,
+                self.head_weight,
+                batch.labels,
+                batch.teacher,
+                by,
+                weights=batch.weights,
+                z_loss_weight=z_loss_weight,
+                scale=scale,
+                softcap=softcap,
+                chunk=self.loss_chunk,
+            )
+
+        # the class computes the logits of one sequence at a time, and again in the backward pass
+        def of_row(hidden: Tensor, row: Batch) -> DistillationLosses:
+            assert row.teacher is not None
+            logits = self._own_head(hidden).float()
+            return logit_distillation(
+                logits, row.labels, row.teacher, by, weights=row.weights,
+                z_loss_weight=z_loss_weight,
+            )  # fmt: skip
+
+        rows = [
+            checkpoint(of_row, part, row, use_reentrant=False)
+            for part, row in zip(hidden.split(1), batch.split(1), strict=True)
+        ]
+        return DistillationLosses(
+            *(torch.stack(values).sum() for values in zip(*rows, strict=True))
+        )
 
     def _chunk_losses(
         self, hidden: Tensor, labels: Tensor, weights: Tensor, z_loss_weight: float

@@ -11,9 +11,9 @@ from __future__ import annotations
 from llmfoundry.migrate.detect import file_hint
 from llmfoundry.migrate.llm_foundry import LLM_FOUNDRY
 from llmfoundry.recipe.not_supported import (
-    DISTILLATION,
     LOW_RANK_OPTIMIZERS,
     NEFTUNE,
+    ON_POLICY_DISTILLATION,
     ONLINE_RL,
     OTHER_ADAPTERS,
     PIPELINE,
@@ -322,6 +322,29 @@ TRAINERS = (
         "disable_tqdm progress_bar verbose quiet logging_level",
         why="the console has a line each log_interval; remove it",
     ),
+    # Distillation
+    OtherToolKey(
+        "teacher teacher_model teacher_model_name_or_path teacher_checkpointer.checkpoint_dir",
+        why="scripts/prepare_data.py teacher=MODEL top_k=64 stores its probabilities next to the"
+        " data; then train with loss=distill",
+    ),
+    OtherToolKey("kd_trainer distill distillation kd", "loss=distill", off="loss=cross_entropy"),
+    OtherToolKey("kd_alpha", "loss.kl_weight=<0.5>"),
+    OtherToolKey("kd_ce_alpha", "loss.cross_entropy_weight=<0.5>"),
+    OtherToolKey("kd_temperature distillation.temperature", "loss.temperature=<1.0>"),
+    OtherToolKey(
+        "kd_ratio", "loss.kl_weight=<0.5>", "and loss.cross_entropy_weight is 1 minus this"
+    ),
+    OtherToolKey(
+        "kd_loss kd_loss._component_ kd_loss.*",
+        why="loss.divergence is forward (ForwardKLLoss), reverse or symmetric",
+    ),
+    OtherToolKey(
+        "kd_top_k_before_softmax kd_zscore_base_temp kd_normalize_topk",
+        why="the stored log-probabilities are of temperature 1, and renormalized over the top_k"
+        " tokens; remove it",
+    ),
+    OtherToolKey("topk top_k kd_topk", "top_k=<64>", script="prepare_data"),
     # Where it runs
     OtherToolKey(
         "nproc_per_node num_processes gpus num_gpus n_gpu ngpu devices world_size trainer.devices"
@@ -407,9 +430,9 @@ MISSING_HERE = (
         why=PIPELINE,
     ),
     OtherToolKey(
-        "teacher teacher_model teacher_model_name_or_path kd_trainer kd_alpha kd_ce_alpha"
-        " kd_temperature distillation distillation.* distill kd_ratio kd_loss gkd",
-        why=DISTILLATION,
+        "gkd gkd.* gkd_config lmbda seq_kd on_policy kd_online_server kd_online_server_base_url"
+        " kd_online_topk minillm",
+        why=ON_POLICY_DISTILLATION,
     ),
     OtherToolKey("num_virtual_tokens prompt_tuning prefix_tuning ia3", why=OTHER_ADAPTERS),
     OtherToolKey(

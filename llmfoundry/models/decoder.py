@@ -42,8 +42,13 @@ from llmfoundry.models.tensor_parallel import TensorRanks
 from llmfoundry.ops.attention.base import AttentionPlan, AttentionSpec
 from llmfoundry.ops.attention.select import AttentionKernels
 from llmfoundry.ops.devices import has_autocast
+from llmfoundry.ops.distillation import (
+    DistillationLosses,
+    DistillationWeights,
+    linear_distillation,
+)
 from llmfoundry.ops.loss import VocabularyShard, cap, linear_log_probs, linear_losses
-from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.ops.packed_layout import Batch, PackedLayout
 from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 
@@ -362,6 +367,38 @@ class Decoder(nn.Module):
             softcap=self.config.final_logit_softcapping,
             weights=weights,
             z_loss_weight=z_loss_weight,
+            chunk=self.loss_chunk,
+            shard=shard,
+        )
+
+    def distillation(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        by: DistillationWeights,
+        *,
+        z_loss_weight: float = 0.0,
+    ) -> DistillationLosses:
+        """Return the cross-entropy and the divergence from a batch's teacher, summed over labels.
+
+        Args:
+            hidden: (B, T, D).
+            batch: tokens with labels and the teacher's tokens.
+            by: weights of the summands.
+            z_loss_weight: as in `losses`.
+        """
+        assert batch.teacher is not None, "the data has a teacher"
+        hidden, weight, shard = self._head_operands(hidden)
+        return linear_distillation(
+            hidden,
+            weight,
+            batch.labels,
+            batch.teacher,
+            by,
+            weights=batch.weights,
+            z_loss_weight=z_loss_weight,
+            scale=self.logit_scale,
+            softcap=self.config.final_logit_softcapping,
             chunk=self.loss_chunk,
             shard=shard,
         )

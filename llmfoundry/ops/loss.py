@@ -1,11 +1,12 @@
 """Cross-entropy and log-probabilities of an output head, without materializing all logits.
 
 Entry points: `linear_losses` for training, `linear_cross_entropy` for validation,
-`linear_log_probs` for preference tuning. The idea: a `HeadPass` computes the logits of one chunk of
-tokens at a time. While they are in memory, it computes the loss and adds the chunk's part to the
-gradients. The backward pass of the cross-entropy only scales these gradients. For log-probabilities
-the upstream gradient differs per token and is known only in the backward pass, which recomputes the
-logits of each chunk. This costs a fourth matmul over the head and no memory.
+`linear_log_probs` for preference tuning; `distillation.py` adds a teacher. The idea: a `HeadPass`
+computes the logits of one chunk of tokens at a time. While they are in memory, it computes the loss
+and adds the chunk's part to the gradients. The backward pass of the cross-entropy only scales these
+gradients. For log-probabilities the upstream gradient differs per token and is known only in the
+backward pass, which recomputes the logits of each chunk. This costs a fourth matmul over the head
+and no memory.
 
 Between the matmuls, PyTorch operations (`_plain_loss`) or, on CUDA, one kernel of `loss_triton.py`
 (`_fused_loss`) turn the logits of a chunk into losses and gradients. `has_kernel` selects.
@@ -294,20 +295,21 @@ class VocabularyShard:
     size: int
 
     def meet(self, log_sum: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce both values to the full vocabulary, by one all-gather of 8 bytes per token (fp32).
+        """Reduce values to the full vocabulary, by one all-gather of 4 bytes per value (fp32).
 
         Args:
-            log_sum: (n, 1), log of the sum of exp(logits) over this rank's rows.
-            at_target: (n, 1), the label's logit if this rank has its row, else 0.
+            log_sum: (n, a), log of the sum of exp(logits) over this rank's rows; one column for
+                each of the a forms of the logits.
+            at_target: (n, b), the logits of b tokens where this rank has their rows, else 0.
 
         Returns:
-            Log-sum-exp over the full vocabulary, and the label's logit, (n, 1) each.
+            Log-sum-exp over the full vocabulary (n, a), and the logits of the tokens (n, b).
         """
-        local = torch.cat([log_sum, at_target], 1)  # (n, 2)
+        local = torch.cat([log_sum, at_target], 1)  # (n, a + b)
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, local, group=self.group)
-        sums, targets = torch.stack(gathered).unbind(-1)  # (ranks, n) each
-        return sums.logsumexp(0)[:, None], targets.sum(0)[:, None]
+        values, n_sums = torch.stack(gathered), log_sum.shape[1]  # (ranks, n, a + b)
+        return values[..., :n_sums].logsumexp(0), values[..., n_sums:].sum(0)
 
 
 @dataclass(frozen=True)
@@ -339,6 +341,7 @@ class HeadPass:
         wide: dtype of softmax and sums: fp32 or float64.
         grad_hidden: (N, D), accumulated gradient of the hidden states; None: not computed.
         grad_weight: (V, D), accumulated gradient of the head, in `wide`; None: not computed.
+        wants: whether any gradient is computed.
     """
 
     def __init__(
@@ -365,7 +368,7 @@ class HeadPass:
         self.grad_weight = torch.zeros_like(weight, dtype=self.wide) if wants[1] else None
         self._hidden, self._labels, self._weight = hidden, labels, weight.to(dtype)
         self._chunk = chunk_tokens(weight.shape[0], weight.device, options.chunk)
-        self._options, self._wants = options, any(wants)
+        self._options, self.wants = options, any(wants)
         self._products: _Wide | _Scratch = (
             _Wide(dtype)
             if sums_wide(weight.device, dtype)
@@ -389,25 +392,42 @@ class HeadPass:
             (n, 1), -log softmax(cap(hidden @ weight.T))[label], and the z-loss (n, 1), None without
             one; 0 if unlabeled.
         """
-        low_hidden = self._hidden[part].to(self._weight.dtype)
         target, options = self._labels[part], self._options
         is_fused = has_kernel(self._weight.device, self.wide)
         # no variable holds the logits, so that PyTorch operations can free them
         loss = (_fused_loss if is_fused else _plain_loss)(
-            self._products.logits(low_hidden, self._weight), target, factor, options, self._wants
+            self.logits(part), target, factor, options, self.wants
         )
-        if loss.grad is None:
-            return loss.nats, loss.z_loss
-        low_grad = loss.grad if is_fused else self._products.narrow(loss.grad)
+        if loss.grad is not None:
+            self.add_gradients(part, loss.grad, is_fused=is_fused)
+        return loss.nats, loss.z_loss
+
+    def logits(self, part: slice) -> Tensor:
+        """Return the uncapped logits (n, V) of a chunk, in `wide`; the caller may overwrite them.
+
+        They are valid until the next call.
+        """
+        self._low_hidden = self._hidden[part].to(self._weight.dtype)
+        return self._products.logits(self._low_hidden, self._weight)
+
+    def add_gradients(self, part: slice, grad: Tensor, *, is_fused: bool = False) -> None:
+        """Add the gradients of the chunk whose `logits` were computed last.
+
+        Args:
+            part: the chunk.
+            grad: (n, V), as in `LogitLoss`.
+            is_fused: whether the kernel computed `grad`.
+        """
+        low_hidden = self._low_hidden
+        low_grad = grad if is_fused else self._products.narrow(grad)
         # PyTorch operations do not mask unlabeled tokens in tensors of width V; it is cheaper in D
-        keep = None if is_fused else (target != IGNORE)[:, None]
+        keep = None if is_fused else (self._labels[part] != IGNORE)[:, None]
         if self.grad_hidden is not None:
             grad_hidden = torch.mm(low_grad, self._weight)
             self.grad_hidden[part] = grad_hidden if keep is None else grad_hidden * keep
         if self.grad_weight is not None:
             low_hidden = low_hidden if keep is None else low_hidden * keep
             self._products.add_product(self.grad_weight, low_grad, low_hidden)
-        return loss.nats, loss.z_loss
 
 
 class LogitLoss(NamedTuple):
@@ -430,7 +450,7 @@ def _plain_loss(
     logits: Tensor, labels: Tensor, factor: Tensor | None, options: HeadOptions, wants: bool
 ) -> LogitLoss:
     """Return the loss of uncapped logits (n, V), which are overwritten, in PyTorch operations."""
-    slope = _cap_in_place(logits, options.scale, options.softcap)
+    slope = cap_in_place(logits, options.scale, options.softcap)
 
     # the column of each label, if this rank has it
     shard, keep, column = options.shard, (labels != IGNORE)[:, None], labels[:, None]
@@ -608,7 +628,7 @@ class _Scratch:
             total_part += part
 
 
-def _cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+def cap_in_place(logits: Tensor, scale: float, softcap: float | None) -> Tensor | None:
     """Scale and cap logits in place; return the cap's derivative 1 - tanh^2, None without a cap."""
     if softcap is None:
         if scale != 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -220,6 +221,23 @@ class AnswerDocuments:
 
 
 @dataclass(frozen=True)
+class TeacherTokens:
+    """The k most probable next tokens of a teacher at each token of a batch.
+
+    Attributes:
+        ids: (B, T, k), int32 token ids; different from each other at each labeled token.
+        log_probs: (B, T, k), fp16 or wider: the teacher's log-probability of each id.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TeacherTokens:
+        """Return the tokens with a function applied to both tensors."""
+        return TeacherTokens(change(self.ids), change(self.log_probs))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences of tokens with the label of each token.
 
@@ -229,6 +247,7 @@ class Batch:
         layout: documents and positions; None: every sequence is one document.
         weights: (B, T) fp32, loss weight of each label, 0 for IGNORE; None: all are 1.
         answers: sides of the documents in preference tuning; None: other training.
+        teacher: the teacher's next tokens in distillation; None: other training.
     """
 
     tokens: Tensor
@@ -236,19 +255,25 @@ class Batch:
     layout: PackedLayout | None
     weights: Tensor | None = None
     answers: AnswerDocuments | None = None
+    teacher: TeacherTokens | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`."""
         if device.type == "cpu":
             return self
         layout = self.layout.to(device, non_blocking=True) if self.layout else None
-        weights, answers = self.weights, self.answers
+        weights, answers, teacher = self.weights, self.answers, self.teacher
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return Batch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
+            move(self.tokens),
+            move(self.labels),
             layout,
-            None if weights is None else weights.to(device, non_blocking=True),
-            answers and answers.map(lambda tensor: tensor.to(device, non_blocking=True)),
+            None if weights is None else move(weights),
+            answers and answers.map(move),
+            teacher and teacher.map(move),
         )
 
     def pin_memory(self) -> Batch:
@@ -263,16 +288,23 @@ class Batch:
             )
         weights = None if self.weights is None else self.weights.pin_memory()
         answers = self.answers and self.answers.map(Tensor.pin_memory)
-        return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), layout, weights, answers)
+        teacher = self.teacher and self.teacher.map(Tensor.pin_memory)
+        tokens, labels = self.tokens.pin_memory(), self.labels.pin_memory()
+        return Batch(tokens, labels, layout, weights, answers, teacher)
 
     def split(self, rows: int) -> Iterator[Batch]:
         """Yield microbatches of at most `rows` sequences, in order."""
         for start in range(0, len(self.tokens), rows):
             stop = min(start + rows, len(self.tokens))
-            layout = self.layout.rows(start, stop) if self.layout else None
-            weights = None if self.weights is None else self.weights[start:stop]
-            answers = self.answers and self.answers.rows(start, stop)
-            yield Batch(self.tokens[start:stop], self.labels[start:stop], layout, weights, answers)
+            part = slice(start, stop)
+            yield Batch(
+                self.tokens[part],
+                self.labels[part],
+                self.layout.rows(start, stop) if self.layout else None,
+                None if self.weights is None else self.weights[part],
+                self.answers and self.answers.rows(start, stop),
+                self.teacher and self.teacher.map(itemgetter(part)),
+            )
 
     def padded(self, count: int) -> Batch:
         """Return the batch with `count` padding tokens after each sequence, not in the loss."""
@@ -283,6 +315,7 @@ class Batch:
             F.pad(self.labels, (0, count), value=IGNORE),
             layout.padded(count),
             None if self.weights is None else F.pad(self.weights, (0, count)),
+            teacher=self.teacher and self.teacher.map(lambda x: F.pad(x, (0, 0, 0, count))),
         )
 
     def part(self, ranges: Ranges) -> Batch:
@@ -294,6 +327,7 @@ class Batch:
             at(self.labels, ranges),
             layout.part(ranges),
             None if self.weights is None else at(self.weights, ranges),
+            teacher=self.teacher and self.teacher.map(lambda x: at(x, ranges)),
         )
 
 

@@ -13,12 +13,12 @@ from typing import Annotated, ClassVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import check_duration, one_of, set_defaults
-from llmfoundry.recipe.finetune import FinetuneRecipe
+from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe
 from llmfoundry.recipe.hardware import Hardware
 from llmfoundry.recipe.parallel import ParallelConfig
 from llmfoundry.recipe.resilience import HealthCheckConfig
 from llmfoundry.recipe.schema import PATH, TOKENS, Only, Range, Unless, check_fields, choice
-from llmfoundry.recipe.source import AUTO, CORPORA, TEXT
+from llmfoundry.recipe.source import AUTO, COMPARED, CORPORA, TEXT
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe, resolve_as
 
 PREPARED_FORMATS = ("tokens", "mds")
@@ -111,11 +111,18 @@ class PrepareRecipe(TrainRecipe):
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """What to prepare, and where."""
+    teacher: str | None = None
+    """A model that reads the prepared tokens, for loss=distill: a run's folder, a Hugging Face
+    folder or hf:OWNER/NAME. Its most probable next tokens are stored next to the data."""
+    top_k: Annotated[int | None, Range(1, 1 << 16), Only("teacher")] = None
+    """Tokens of the teacher to store at each token of the data, 4 bytes each (6 above 65,536 tokens
+    of vocabulary); default 64."""
 
     def settle(self) -> None:
         """Resolve `format: auto` to text, for documents and for columns that are kept."""
-        for source in (self.data, *self.data.streams.values()):
-            source.format = TEXT if source.format == AUTO else source.format
+        if self.teacher is None:
+            for source in (self.data, *self.data.streams.values()):
+                source.format = TEXT if source.format == AUTO else source.format
         super().settle()
 
     def check(self) -> Iterator[str]:
@@ -127,11 +134,9 @@ class PrepareRecipe(TrainRecipe):
             yield "data.text_column: has no effect with prepare.columns; remove it"
         if self.prepare.columns and self.data.name == "python_stdlib":
             yield "prepare.columns: python_stdlib has files, no columns; name other data"
-        for key, form in self.data.formats():
-            if form != TEXT:
-                yield f"{key}: {form} rows are prepared when a run begins; write format: {TEXT}"
+        yield from self._check_formats()
         if self.prepare.output is None:
-            if self.data.name == "shards":
+            if self.data.name == "shards" and self.teacher is None:
                 yield "data.name: shards are prepared already; for another form: prepare.output"
             return
         if self.data.name not in (*CORPORA, "shards"):
@@ -140,8 +145,25 @@ class PrepareRecipe(TrainRecipe):
                 " each of its streams by itself"
             )
 
+    def _check_formats(self) -> Iterator[str]:
+        """Check the formats of the rows, which a teacher reads as a run does."""
+        writes = self.prepare.output is not None
+        for key, form in self.data.formats():
+            if form in COMPARED and self.teacher is not None:
+                yield f"{key}: {form} has answers to compare, which have no teacher; write chat"
+            elif form != TEXT and (self.teacher is None or writes):
+                remove = "; remove prepare.output" if self.teacher is not None else ""
+                yield (
+                    f"{key}: {form} rows are prepared when a run begins"
+                    f"{remove or f'; write format: {TEXT}'}"
+                )
+        if self.teacher is not None and (self.prepare.columns or self.prepare.column == "text"):
+            yield "teacher: reads tokens, and prepare keeps text; write prepare.format=tokens"
+
     def fill(self) -> None:
         """Resolve defaults in place; call it after `check` has yielded no line."""
+        if self.teacher is not None:
+            set_defaults(self, top_k=64)
         if self.prepare.columns:  # data/preparation/columns.py: columns_of
             columns = (f"{n}:json" if k == "json" else n for n, k in self.prepare.columns.items())
             self.data.text_column = ",".join(columns)
@@ -159,6 +181,29 @@ class ResolvedPrepareRecipe(PrepareRecipe, ResolvedTrainRecipe):
     """`PrepareRecipe` with every default resolved."""
 
     prepare: ResolvedPrepareConfig
+    top_k: int
+
+
+@dataclass
+class PrepareFinetuneRecipe(FinetuneRecipe, PrepareRecipe):
+    """A fine-tuning recipe whose data a teacher reads."""
+
+    def check(self) -> Iterator[str]:
+        """Yield an error line for each problem of the recipe."""
+        yield from super().check()
+        if self.teacher is None:
+            yield "teacher: fine-tuning prepares its data by itself; write teacher=MODEL"
+
+    def resolve(self) -> ResolvedPrepareFinetuneRecipe:  # type: ignore[override]
+        """Return a copy with every default resolved; call after `check` found nothing."""
+        return resolve_as(ResolvedPrepareFinetuneRecipe, self)
+
+
+class ResolvedPrepareFinetuneRecipe(PrepareFinetuneRecipe, ResolvedFinetuneRecipe):
+    """`PrepareFinetuneRecipe` with every default resolved."""
+
+    prepare: ResolvedPrepareConfig
+    top_k: int
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 from llmfoundry.recipe.adapter import AdapterConfig, PretrainedConfig, ResolvedAdapterConfig
 from llmfoundry.recipe.data import PRETRAINED, ResolvedTokenizerConfig, TokenizerConfig
 from llmfoundry.recipe.load import load
+from llmfoundry.recipe.loss import CROSS_ENTROPY
 from llmfoundry.recipe.model import ResolvedModelConfig
 from llmfoundry.recipe.parallel import tensor_adapters
 from llmfoundry.recipe.paths import find_recipe
@@ -62,7 +63,7 @@ class FinetuneRecipe(TrainRecipe):
                 f"auto_probe: on measures cross-entropy, and preference.name is"
                 f" {self.preference.name}; write off"
             )
-        if self.preference.name != "none" and self.loss.is_own:
+        if self.preference.name != "none" and self.loss.name != CROSS_ENTROPY:
             yield (
                 f"loss.name: {self.loss.name}, but preference.name: {self.preference.name} has a"
                 " loss, too; write preference.name: none, or loss.name: cross_entropy"

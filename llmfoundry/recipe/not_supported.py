@@ -23,10 +23,12 @@ NEFTUNE = (
     "not supported: noise on embeddings (NEFTune); adapter.lora_dropout or a shorter max_duration"
     " also works against overfitting"
 )
-DISTILLATION = (
-    "not supported: distillation from a teacher's logits; fine-tune on its answers instead"
-    " (data=prompt_response)"
+ON_POLICY_DISTILLATION = (
+    "not supported: on-policy distillation, in which a teacher rates the student's own texts;"
+    " loss=distill learns from the teacher's probabilities of the data's texts"
+    " (scripts/prepare_data.py teacher=MODEL)"
 )
+DISTILL = "write loss=distill, after scripts/prepare_data.py teacher=MODEL"
 OTHER_ADAPTERS = "not supported: adapters other than LoRA, DoRA and rsLoRA; write adapter=lora"
 LOW_RANK_OPTIMIZERS = (
     "not supported: optimizers on low-rank gradients; adapter=lora needs even less memory,"
@@ -47,7 +49,8 @@ NOT_SUPPORTED = {
     **dict.fromkeys(("reward", "rm", "reward_model", "prm", "process_reward"), REWARD_MODELS),
     **dict.fromkeys(("pp", "pipeline", "1f1b", "interleaved1f1b", "zero_bubble"), PIPELINE),
     "neftune": NEFTUNE,
-    **dict.fromkeys(("distill", "distillation", "kd", "gkd", "minillm"), DISTILLATION),
+    **dict.fromkeys(("distill", "distillation", "kd", "forward_kl", "reverse_kl"), DISTILL),
+    **dict.fromkeys(("gkd", "minillm", "gold", "on_policy", "opd"), ON_POLICY_DISTILLATION),
     **dict.fromkeys(
         ("ia3", "prefix", "prefix_tuning", "prompt_tuning", "p_tuning", "llama_adapter", "vera"),
         OTHER_ADAPTERS,

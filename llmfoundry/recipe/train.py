@@ -29,7 +29,7 @@ from llmfoundry.recipe.logger import (
     ResolvedLoggerConfig,
     ResolvedProfileConfig,
 )
-from llmfoundry.recipe.loss import LossConfig
+from llmfoundry.recipe.loss import LossConfig, ResolvedLossConfig
 from llmfoundry.recipe.model import ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.optimizer import (
     EmaConfig,
@@ -497,6 +497,7 @@ class ResolvedTrainRecipe(TrainRecipe):
     """What the user wrote, which a run folder's recipe.yaml repeats."""
     model: ResolvedModelConfig
     tokenizer: ResolvedTokenizerConfig
+    loss: ResolvedLossConfig
     optimizer: ResolvedOptimizerConfig
     schedule: ResolvedScheduleConfig
     parallel: ResolvedParallelConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.packed_layout import IGNORE, Batch
+from llmfoundry.train.distillation import Distillation
 from llmfoundry.train.objective import Look
 from llmfoundry.train.preference_loss import (
     KTO,
@@ -40,6 +41,7 @@ def validate(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     data_group: dist.ProcessGroup | None = None,
+    distillation: Distillation | None = None,
 ) -> dict[str, float]:
     """Return cross-entropy, perplexity and bits per byte over the batches of all ranks.
 
@@ -53,23 +55,30 @@ def validate(
         device: device of the computation.
         autocast: returns the context of the forward pass.
         data_group: ranks with the other parts; None: all ranks.
+        distillation: the recipe's objective with a teacher, whose divergence is measured, too.
     """
-    sums = torch.zeros(3, device=device, dtype=torch.float64)  # nats, tokens, bytes
+    sums = torch.zeros(5, device=device, dtype=torch.float64)  # nats, tokens, bytes; of a teacher
     for batch in batches:
         batch = batch.to(device)
         labels = batch.labels
+        taught = distillation is not None and batch.teacher is not None
 
-        def loss(model: Decoder, hidden: Tensor, labels: Tensor = labels) -> Tensor:
-            return model.loss(hidden, labels)
+        def loss(model: Decoder, hidden: Tensor, batch: Batch = batch) -> Tensor:
+            if distillation is not None and batch.teacher is not None:
+                return distillation.sums(model, hidden, replace(batch, weights=None))
+            nats = model.loss(hidden, batch.labels)
+            return torch.stack([nats, torch.zeros_like(nats)])
 
         with autocast():
-            nats = root(batch.tokens, batch.layout, loss)
+            nats, divergence = root(batch.tokens, batch.layout, loss).double().unbind()
         keep = labels != IGNORE
-        length = token_bytes[labels[keep]].sum()
-        sums += torch.stack([nats.double(), keep.sum().double(), length.double()])
+        length, n_tokens = token_bytes[labels[keep]].sum(), keep.sum().double()
+        sums += torch.stack([nats, n_tokens, length.double(), divergence, n_tokens * taught])
     if dist.is_initialized():
         dist.all_reduce(sums, group=data_group)
-    return _language_metrics(*sums.tolist())
+    *language, divergence, n_taught = sums.tolist()
+    metrics = _language_metrics(*language)
+    return metrics | ({"loss/eval/kl": divergence / n_taught} if n_taught else {})
 
 
 def _language_metrics(nats: float, tokens: float, length: float) -> dict[str, float]:

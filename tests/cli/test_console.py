@@ -116,7 +116,11 @@ def test_completion_knows_commands_recipes_keys_and_choices(tmp_path: Path) -> N
     write_recipe(tmp_path)
     assert completions("fi", cwd=tmp_path) == ["finetune"]
     assert completions("train", "ti", cwd=tmp_path) == ["tiny.yaml"]
-    assert completions("train", "quick", cwd=tmp_path) == ["quickstart", "quickstart-ema"]
+    assert completions("train", "quick", cwd=tmp_path) == [
+        "quickstart",
+        "quickstart-distill",
+        "quickstart-ema",
+    ]
     words = ("train", "quickstart")
     assert completions(*words, "optimi", cwd=tmp_path) == ["optimizer.", "optimizer="]
     assert completions(*words, "optimizer=mu", cwd=tmp_path) == ["optimizer=muon"]

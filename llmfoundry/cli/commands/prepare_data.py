@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +33,14 @@ from llmfoundry.redaction import public
 def prepare_data(recipe: ResolvedPrepareRecipe) -> None:
     """Write prepare.output, or fill the cache that `scripts/train.py` reads for the same recipe."""
     check_inputs_and_output(recipe)
-    if recipe.prepare.output is None:
+    if recipe.teacher is not None:
+        from llmfoundry.cli.teacher import ask_teacher  # imports torch; only needed here
+
+        ask_teacher(recipe, partial(_write, recipe))
+    elif recipe.prepare.output is None:
         _fill_cache(recipe)
     else:
-        _write(recipe, recipe.prepare, recipe.prepare.output)
+        _write(recipe)
 
 
 def check_inputs_and_output(recipe: ResolvedPrepareRecipe) -> None:
@@ -48,8 +53,9 @@ def check_inputs_and_output(recipe: ResolvedPrepareRecipe) -> None:
             other files.
     """
     for key, corpus in _corpora(recipe.data).items():
-        with under_key(key):
-            check_first_document(corpus)
+        if corpus.name in CORPORA and not corpus.is_supervised:
+            with under_key(key):
+                check_first_document(corpus)
     output = recipe.prepare.output
     if output is not None and "://" not in output:
         check_free(OutputFolder(_absolute(output), recipe.data.storage_options))
@@ -121,8 +127,10 @@ def _fill_cache(recipe: ResolvedPrepareRecipe) -> None:
         print(f"{name}: {rows:,} training rows of {recipe.max_seq_len:,} tokens")
 
 
-def _write(recipe: ResolvedPrepareRecipe, config: ResolvedPrepareConfig, output: str) -> None:
+def _write(recipe: ResolvedPrepareRecipe) -> None:
     """Prepare the corpus in a folder or at a URL, and print how to train on it."""
+    config, output = recipe.prepare, recipe.prepare.output
+    assert output is not None
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.data, progress=True)
     manifest = prepare_to(
         OutputFolder(_absolute(output), recipe.data.storage_options),

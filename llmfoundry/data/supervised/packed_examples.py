@@ -505,7 +505,7 @@ class SupervisedSource:
             with_others: append the previous sequence, with side 0, in the padding of each sequence.
                 Used for sequences of one answer, because KTO compares two.
         """
-        self.name, self._store, self._packed = name, store, packed
+        self.name, self.store, self._packed = name, store, packed
         self.n_rows = len(packed.ends)
         self.sizes = np.array([self.n_rows], np.int64)
         self.fingerprint = packed.fingerprint
@@ -518,28 +518,29 @@ class SupervisedSource:
 
         1: chosen or desirable, -1: rejected or undesirable.
         """
-        example_sides = self._store.documents["side"].reshape(-1, self._store.facts.per_example)
+        example_sides = self.store.documents["side"].reshape(-1, self.store.facts.per_example)
         return example_sides[self._packed.members].ravel()
 
     def row(self, row: int) -> TrainingSequence:
         """Return sequence number `row`."""
-        other = self._members((row - 1) % self.n_rows) if self._with_others else ()
-        return self._assemble(self._members(row), other)
+        other = self.members((row - 1) % self.n_rows) if self._with_others else ()
+        return self._assemble(self.members(row), other)
 
     def where(self, row: int) -> str:
         """Return the file and row of the first example of a sequence, for error messages."""
-        members = self._members(row)
+        members = self.members(row)
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        return f"{self._store.where(int(members[0]))}{more}"
+        return f"{self.store.where(int(members[0]))}{more}"
 
     def prefetch(self, shards: Iterator[int]) -> None:
         """Do nothing: the store is local."""
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
-        self._store.close()
+        self.store.close()
 
-    def _members(self, row: int) -> np.ndarray:
+    def members(self, row: int, seq_len: int = 0) -> np.ndarray:
+        """Return the numbers of the examples in a sequence."""
         return self._packed.members[_span(self._packed.ends, row)]
 
 
@@ -567,7 +568,7 @@ class SupervisedHeldOut:
         config: SupervisedConfig,
     ) -> None:
         """Read these examples (n,) int64 of a store, in this order."""
-        self._store, self._examples, self._tokenizer = store, examples, tokenizer
+        self.store, self._examples, self._tokenizer = store, examples, tokenizer
         self._packing, self._window = config.packing, config.packing_window
         self._with_others = brings_others(store, config)
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by seq_len
@@ -584,12 +585,15 @@ class SupervisedHeldOut:
 
     def row(self, row: int, seq_len: int) -> TrainingSequence:
         """Return sequence number `row`."""
+        examples, n_rows = self.members(row, seq_len), self.n_rows(seq_len)
+        has_other = self._with_others and n_rows > 1
+        other = self.members((row - 1) % n_rows, seq_len) if has_other else examples[:0]
+        return _SequenceAssembler(self.store, seq_len, False)(examples, other)
+
+    def members(self, row: int, seq_len: int) -> np.ndarray:
+        """Return the numbers of the examples in a sequence."""
         members, ends = self._packed(seq_len)
-        examples = members[_span(ends, row)]
-        has_other = self._with_others and len(ends) > 1
-        other = members[_span(ends, (row - 1) % len(ends))] if has_other else examples[:0]
-        assemble = _SequenceAssembler(self._store, seq_len, False)
-        return assemble(self._examples[examples], self._examples[other])
+        return self._examples[members[_span(ends, row)]]
 
     def texts(self) -> list[str]:
         """Return the decoded documents."""
@@ -599,9 +603,9 @@ class SupervisedHeldOut:
         """Return the prompts and last answers of the first `n` examples (of a pair: the chosen)."""
         prompts = []
         for example in self._examples[:n].tolist():
-            span = _span(self._store.documents["end"], example * self._store.facts.per_example)
-            ids = np.asarray(self._store.ids[span])
-            in_loss = np.asarray(self._store.weights[span]) > 0
+            span = _span(self.store.documents["end"], example * self.store.facts.per_example)
+            ids = np.asarray(self.store.ids[span])
+            in_loss = np.asarray(self.store.weights[span]) > 0
             starts = np.flatnonzero(in_loss & ~np.concatenate([[False], in_loss[:-1]]))
             if len(starts):
                 prompts.append(HeldOutPrompt(ids[: starts[-1]], ids[starts[-1] :]))
@@ -609,18 +613,18 @@ class SupervisedHeldOut:
 
     def _packed(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         if seq_len not in self._rows:
-            sizes = lengths_of(self._store, self._examples, seq_len)
+            sizes = lengths_of(self.store, self._examples, seq_len)
             is_packed = self._packing == "best_fit"
             packed = pack_examples(sizes, seq_len, window=self._window, packed=is_packed)
             self._rows = {seq_len: packed}
         return self._rows[seq_len]
 
     def _documents(self) -> list[int]:
-        n = self._store.facts.per_example
+        n = self.store.facts.per_example
         return (self._examples[:, None] * n + np.arange(n)).ravel().tolist()
 
     def _ids(self, document: int) -> np.ndarray:
-        return np.asarray(self._store.ids[_span(self._store.documents["end"], document)])
+        return np.asarray(self.store.ids[_span(self.store.documents["end"], document)])
 
 
 def _span(ends: np.ndarray, number: int) -> slice:

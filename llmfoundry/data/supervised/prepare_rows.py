@@ -491,6 +491,7 @@ class ExampleStore:
     """Memory-mapped encoded rows of a cache folder.
 
     Attributes:
+        folder: the folder.
         facts: counts and metadata.
     """
 
@@ -500,7 +501,7 @@ class ExampleStore:
         Raises:
             UserError: the folder is damaged.
         """
-        self._folder = folder
+        self.folder = folder
         try:
             facts = (folder / "facts.json").read_bytes()
             self.facts = msgspec.json.decode(facts, type=ExampleStoreFacts)
@@ -516,12 +517,12 @@ class ExampleStore:
     @cached_property
     def examples(self) -> np.ndarray:
         """Return the rows, (rows,) of EXAMPLE."""
-        return np.load(self._folder / "examples.npy", mmap_mode="r")
+        return np.load(self.folder / "examples.npy", mmap_mode="r")
 
     @cached_property
     def documents(self) -> np.ndarray:
         """Return the end of each document in `ids`, and its side; (documents,) of DOCUMENT."""
-        return np.load(self._folder / "documents.npy", mmap_mode="r")
+        return np.load(self.folder / "documents.npy", mmap_mode="r")
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -549,14 +550,14 @@ class ExampleStore:
         return int(self.documents["end"][-1]) if len(self.documents) else 0
 
     def _mapped(self, name: str) -> np.ndarray:
-        (file,) = self._folder.glob(f"{name}.*")
+        (file,) = self.folder.glob(f"{name}.*")
         dtype = np.dtype(file.suffix[1:])
         if not file.stat().st_size:
             return np.zeros(0, dtype)
         return np.memmap(file, dtype, mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "facts": self.facts}
+        return {"folder": self.folder, "facts": self.facts}
 
     def close(self) -> None:
         """Unmap the files. The next access maps them again."""

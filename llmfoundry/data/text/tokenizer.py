@@ -148,6 +148,12 @@ class Tokenizer:
             definition += " special tokens are read"
         return hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def vocabulary(self) -> str:
+        """Return a hash of the tokens by id, which a teacher and its student must share."""
+        tokens = sorted((n, token) for token, n in self._backend.get_vocab().items())
+        return hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest()
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
         return self._backend.encode(text, add_special_tokens=False).ids
