@@ -9,7 +9,7 @@ ACTIVATE := echo "To run the project's commands in this shell: source $(BIN)/act
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-harness test-llama-cpp test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-activations bench-layouts bench-plan bench-checkpoint bench-faults docs gpu-check ui wheel clean
+.PHONY: help install train test test-slow test-harness test-llama-cpp test-slurm check bench bench-moe bench-finetune bench-eval bench-data bench-watch bench-memory bench-moved bench-activations bench-layouts bench-plan bench-checkpoint bench-faults docs gpu-check ui wheel clean
 
 help: ## print every target
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ bench-watch: $(VENV)/.train ## cost of watch, heartbeats, hang monitor and step 
 
 bench-memory: $(VENV)/.dev ## bytes on one of 512 ranks, on fake tensors, against the estimate
 	$(BIN)/python -m benchmarks.memory
+
+bench-moved: $(VENV)/.dev ## bytes moved and kernels launched per sequence, on fake tensors
+	$(BIN)/python -m benchmarks.moved
 
 bench-activations: $(VENV)/.dev ## what each way to keep fewer activations keeps, and costs in time and loss
 	$(BIN)/python -m benchmarks.activations
