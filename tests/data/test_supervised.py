@@ -645,7 +645,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path):
     sources = [data.streams[0].source for data in (one, two)]  # type: ignore[attr-defined]
     assert sources[0].fingerprint == sources[1].fingerprint
     for source in sources:
-        assert [source._store.where(n) for n in (0, 299, 599)] == [
+        assert [source.store.where(n) for n in (0, 299, 599)] == [
             f"{path}:{n}" for n in (1, 300, 600)
         ]
 
