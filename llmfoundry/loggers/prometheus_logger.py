@@ -55,6 +55,7 @@ GAUGES = {
     "gpu/temperature": _Gauge("gpu_temperature_celsius", "Highest of this process's GPU."),
     "gpu/power": _Gauge("gpu_power_watts", "Power of this process's GPU."),
     "gpu/energy_kwh": _Gauge("gpu_energy_joules", "Energy of all GPUs since the start.", 3.6e6),
+    "cpu/energy_kwh": _Gauge("cpu_energy_joules", "Energy of all processors since then.", 3.6e6),
     "l2_norm/grad/global": _Gauge("gradient_norm", "Norm of the whole gradient."),
 }
 """Gauges by metric name in metrics.jsonl; other metrics are llmfoundry_metric{name="..."}."""

@@ -233,7 +233,8 @@ class WatchConfig:
     gpu: Annotated[str, choice(LOG_ACTIONS)] = "log"
     """Action on XIDs, throttling and lost GPUs, reported by NVML (package nvidia-ml-py).
     Temperature, power, and the energy of all GPUs in kWh are then logged as metrics. No effect
-    without a GPU."""
+    without a GPU. The energy of processors and memory is logged where Linux lets the process read
+    it (/sys/class/powercap)."""
     interval: Annotated[int, Range(1, 2**31), Only((*_ROUNDS, "stall"))] = 100
     """Batches between two rounds in which all processes share their times, by one small
     asynchronous all-gather."""

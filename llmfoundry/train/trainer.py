@@ -79,6 +79,9 @@ class Callback:
     def on_return(self, trainer: Trainer) -> None:
         """Reset counters to `trainer.batch`, which the run rolled back to after a spike."""
 
+    def on_stop(self, trainer: Trainer) -> None:
+        """Act when the run stops before its end, before its last checkpoint. Every rank calls."""
+
     def close(self) -> None:
         """Undo lasting changes to the process. Called at the end of a run, also after an error."""
 
@@ -308,6 +311,8 @@ class Trainer:
                     self._finish_log()
                 raise
             if signal_name:
+                for callback in self._calling("on_stop"):
+                    callback.on_stop(self)
                 self.save(last=True)
         return signal_name
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import astuple
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,10 @@ from llmfoundry.errors import RunFailure
 from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.resilience.watch import watch as module
 from llmfoundry.resilience.watch.anomalies import RankTimes
+from llmfoundry.resilience.watch.rapl import RaplReader
 from llmfoundry.resilience.watch.watch import ForwardTimer, Watch
+from tests.tiny import write_recipe
+from tests.train.here import train_here
 
 
 class Clock:
@@ -37,7 +42,7 @@ def make_trainer() -> Any:
         paused_seconds=0.0,
         done=False,
         checkpointer=SimpleNamespace(is_writing=False),
-        world=SimpleNamespace(size=1, device=torch.device("cpu")),
+        world=SimpleNamespace(size=1, local_rank=0, device=torch.device("cpu")),
         spikes=SimpleNamespace(record=SimpleNamespace(skipped=0)),
         tracker=SimpleNamespace(event=lambda *a, **k: None),
     )
@@ -114,20 +119,74 @@ def test_the_energy_of_all_gpus_is_summed_over_rounds_and_logged_at_the_end(
     trainer.tracker.log = lambda *values: logged.append(values)
     trainer.clock = SimpleNamespace(tokens_per_batch=8)
     for _ in range(2):  # rounds of two ranks
-        table = [RankTimes(energy=joules) for joules in (1.0e6, 0.8e6)]
+        table = [RankTimes(energy=joules, cpu_energy=360.0) for joules in (1.0e6, 0.8e6)]
         rows = torch.tensor([astuple(times) for times in table], dtype=torch.float64)
         watch._pending = (None, rows)
         watch._judge_round(trainer)
     metrics: dict[str, float] = {}
     watch.on_log(trainer, metrics)
     assert metrics["gpu/energy_kwh"] == pytest.approx(1.0)
+    assert metrics["cpu/energy_kwh"] == pytest.approx(0.0004)
     # the last step, whose round is not full
     reader = SimpleNamespace(take=lambda: SimpleNamespace(energy=0.36e6))
-    monkeypatch.setattr(module, "all_gather_object", lambda world, value: [value, 0.36e6])
+    others = (0.36e6, 720.0)
+    monkeypatch.setattr(module, "all_gather_object", lambda world, value: [value, others])
     watch._gpu, trainer.batch, trainer.done = reader, 23, True  # type: ignore[assignment]
     trainer.world.device = torch.device("cuda")
     watch.on_step(trainer)
-    assert logged == [(23, 184, {"gpu/energy_kwh": pytest.approx(1.2)})]
+    energy = {"gpu/energy_kwh": pytest.approx(1.2), "cpu/energy_kwh": pytest.approx(0.0006)}
+    assert logged == [(23, 184, energy)]
+    # a signal after further steps
+    watch.on_stop(trainer)
+    assert logged[-1][2]["gpu/energy_kwh"] == pytest.approx(1.4)
+
+
+def test_a_run_that_pauses_and_one_that_ends_log_their_energy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "RaplReader", lambda: SimpleNamespace(take=lambda: 1.8e6))
+    words = ("eval=off", "max_duration=4ba")
+    train_here("paused", *words, "pause_at=2ba")
+    train_here("paused", *words, "pause_at=null")
+    lines = Path("runs/paused/metrics.jsonl").read_text().splitlines()
+    energy = [row["cpu/energy_kwh"] for row in map(json.loads, lines) if "cpu/energy_kwh" in row]
+    assert energy == [0.5, 0.5]  # each process counts from 0
+
+
+def write_zone(folder: Path, zone: str, name: str, value: int, largest: int = 10**9) -> Path:
+    path = folder / zone
+    path.mkdir(exist_ok=True)
+    (path / "name").write_text(f"{name}\n")
+    (path / "max_energy_range_uj").write_text(f"{largest}\n")
+    (path / "energy_uj").write_text(f"{value}\n")
+    return path
+
+
+def test_counters_of_processors_and_memory_are_summed_and_start_again(tmp_path: Path) -> None:
+    zones = {
+        "intel-rapl": "intel-rapl",
+        "intel-rapl:0": "package-0",
+        "intel-rapl:0:0": "core",  # in the package
+        "intel-rapl:0:1": "dram",
+        "intel-rapl:1": "package-1",
+        "intel-rapl:2": "psys",  # all of them
+        "intel-rapl-mmio:0": "package-0",  # the same counter elsewhere
+    }
+    for zone, name in zones.items():
+        write_zone(tmp_path, zone, name, 900_000_000)
+    write_zone(tmp_path, "intel-rapl:3", "package-3", 5)
+    (tmp_path / "intel-rapl:3/energy_uj").unlink()  # as one that may not be read
+    reader = RaplReader(tmp_path)
+    for zone, name in zones.items():
+        write_zone(tmp_path, zone, name, 903_000_000)
+    assert reader.take() == pytest.approx(9.0)
+    write_zone(tmp_path, "intel-rapl:1", "package-1", 2_000_000)  # past its largest value
+    assert reader.take() == pytest.approx(99.0)
+    (tmp_path / "intel-rapl:1/energy_uj").write_text("?")
+    assert reader.take() == 0.0
+    assert RaplReader(tmp_path / "none").take() == 0.0
 
 
 def test_a_run_on_a_cpu_logs_no_energy() -> None:

@@ -44,6 +44,7 @@ from llmfoundry.loggers.pages.charts import (
 )
 from llmfoundry.loggers.pages.page import Tile, page, pairs, part, table, together
 from llmfoundry.loggers.pages.run_time import (
+    CPU_ENERGY,
     ENERGY,
     EVALUATION,
     TRAINING,
@@ -193,9 +194,10 @@ def _speed(rows: Rows) -> Iterator[Tile]:
         yield Tile("median MFU", percent(median(mfu)))
     if memory:
         yield Tile("peak memory", format_gib(max(memory)))
-    energy = sum(grown(rows, ENERGY))  # each process counts from 0
-    if energy:
-        yield Tile("energy of the GPUs", f"{energy:,.3g} kWh")
+    for name, of in ((ENERGY, "GPUs"), (CPU_ENERGY, "processors")):
+        energy = sum(grown(rows, name))  # each process counts from 0
+        if energy:
+            yield Tile(f"energy of the {of}", f"{energy:,.3g} kWh")
 
 
 def _hardware(run: Mapping[str, Any]) -> Iterator[Tile]:

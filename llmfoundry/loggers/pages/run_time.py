@@ -25,6 +25,7 @@ from llmfoundry.loggers.pages.page import Tile, fill, part, table, together
 PREFIX = "time/step/"
 TRAINING, EVALUATION, SAVING = "time/train", "time/val", "time/checkpoint_blocking"
 ENERGY = "gpu/energy_kwh"  # of all GPUs, from the start of the process
+CPU_ENERGY = "cpu/energy_kwh"  # of the processors and memory of all machines, likewise
 _LEAST = 0.001  # minimal fraction that the tile shows
 LONGEST_PAUSE = 330.0
 """Maximal seconds between two attempts of a supervisor: its decide.py waits for at most 300 s."""

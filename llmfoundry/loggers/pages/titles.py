@@ -48,6 +48,7 @@ _TITLES = (
     (r"memory/alloc_retries", "allocations tried again", SPEED),
     (r"memory/(?P<name>\w+)", "memory: {name}", SPEED),
     (r"gpu/energy_kwh", "energy in kilowatt-hours", SPEED),
+    (r"cpu/energy_kwh", "energy of the processors in kilowatt-hours", SPEED),
     (r"time/data_wait", "seconds of waiting for data", SPEED),
     (r"time/checkpoint_blocking", "seconds that a checkpoint held training up", SPEED),
     (r"time/checkpoint_wait", "seconds of waiting for the checkpoint before", SPEED),

@@ -40,6 +40,7 @@ class RankTimes:
         slowed: reasons for throttling of the GPU, as a bit mask of check/nvml.py.
         lost: 1 if the GPU has fallen off the bus since the last round.
         energy: joules of the GPU since the last round.
+        cpu_energy: joules of the processors since the last round, of one rank of each machine.
     """
 
     compute: float = math.nan
@@ -52,6 +53,7 @@ class RankTimes:
     slowed: float = 0.0
     lost: float = 0.0
     energy: float = 0.0
+    cpu_energy: float = 0.0
 
 
 @dataclass(frozen=True)

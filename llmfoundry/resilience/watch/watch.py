@@ -28,10 +28,13 @@ from llmfoundry.recipe.resilience import WatchConfig
 from llmfoundry.resilience.check.nvml import GpuReader, GpuState
 from llmfoundry.resilience.check.outliers import LEAST
 from llmfoundry.resilience.watch.anomalies import Anomaly, History, RankTimes, find_anomalies
+from llmfoundry.resilience.watch.rapl import RaplReader
 from llmfoundry.train.trainer import Callback, Trainer
 
 ENERGY = "gpu/energy_kwh"
 """Energy of all GPUs of the run since its processes started."""
+CPU_ENERGY = "cpu/energy_kwh"
+"""Energy of the processors and memory of all machines of the run since its processes started."""
 KWH = 3.6e6  # joules
 _WARM = 3  # first steps, which compile, tune and fill caches
 _SAMPLES = 10  # steps of a round whose forward passes are timed
@@ -75,7 +78,9 @@ class Watch(Callback):
         self._ratio = float("nan")  # slowest rank's compute time, divided by the median
         self._gpu: GpuReader | None = None
         self._state = GpuState()  # GPU state in the last round
-        self._joules = 0.0  # of all ranks' GPUs in the rounds so far
+        self._rapl: RaplReader | None = None  # one rank of each machine has it
+        # of all GPUs, and of the processors of all machines, in the rounds so far
+        self._joules = self._cpu_joules = 0.0
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -87,6 +92,8 @@ class Watch(Callback):
         if self._config.slow_rank != "off" and trainer.world.size >= LEAST:
             self._timer = ForwardTimer(trainer.root.model.blocks, trainer.world.device)
         self._last, self._paused = time.perf_counter(), trainer.paused_seconds
+        if trainer.world.local_rank == 0:
+            self._rapl = RaplReader()
 
         device = trainer.world.device
         if self._config.gpu != "off" and device.type == "cuda":
@@ -119,16 +126,32 @@ class Watch(Callback):
             self._share(trainer)
             if trainer.done:
                 self._judge_round(trainer)
-        if trainer.done and self._config.gpu != "off" and trainer.world.device.type == "cuda":
+        if trainer.done:
             self._log_energy(trainer)
+
+    def on_stop(self, trainer: Trainer) -> None:
+        """Log the energy until a signal or a pause stopped the run."""
+        self._finish_round()
+        self._log_energy(trainer)
 
     def _log_energy(self, trainer: Trainer) -> None:
         """Log the energy of the run, with the steps since the last round; collective."""
-        joules = 0.0 if self._gpu is None else self._gpu.take().energy
-        self._joules += sum(all_gather_object(trainer.world, joules))
-        if self._joules:
+        gpu = 0.0 if self._gpu is None else self._gpu.take().energy
+        rows = all_gather_object(trainer.world, (gpu, self._take_cpu_energy()))
+        self._joules += sum(of_gpu for of_gpu, _ in rows)
+        self._cpu_joules += sum(of_cpu for _, of_cpu in rows)
+        metrics = self._energy()
+        if metrics:
             tokens = trainer.batch * trainer.clock.tokens_per_batch
-            trainer.tracker.log(trainer.batch, tokens, {ENERGY: self._joules / KWH})
+            trainer.tracker.log(trainer.batch, tokens, metrics)
+
+    def _take_cpu_energy(self) -> float:
+        return 0.0 if self._rapl is None else self._rapl.take()
+
+    def _energy(self) -> dict[str, float]:
+        """Return the energy so far, of what reports it."""
+        joules = {ENERGY: self._joules, CPU_ENERGY: self._cpu_joules}
+        return {name: value / KWH for name, value in joules.items() if value}
 
     def _time_next(self, timer: ForwardTimer, batch: int, interval: int) -> None:
         if timer.is_on:
@@ -158,8 +181,7 @@ class Watch(Callback):
         if self._state.temperature:
             metrics["gpu/temperature"] = self._state.temperature
             metrics["gpu/power"] = self._state.power
-        if self._joules:
-            metrics[ENERGY] = self._joules / KWH
+        metrics |= self._energy()
 
     def close(self) -> None:
         """Stop reading the GPU."""
@@ -195,6 +217,7 @@ class Watch(Callback):
             gpu.slowed,
             gpu.lost,
             gpu.energy,
+            self._take_cpu_energy(),
         )
         self._begin_round()
         local_row = torch.tensor([astuple(times)], dtype=torch.float64)  # (1, fields)
@@ -205,16 +228,24 @@ class Watch(Callback):
         work = start_all_gather(table, local_row)  # on the host
         self._pending = (work, table)
 
-    def _judge_round(self, trainer: Trainer) -> None:
-        """Find and handle the anomalies of the round that was shared one step ago."""
+    def _finish_round(self) -> list[RankTimes]:
+        """Return the measurements of the round that was shared, by rank; empty: there is none."""
         if self._pending is None:
-            return
+            return []
         work, rows = self._pending
         self._pending = None
         if work is not None:
             work.wait()
         table = [RankTimes(*row) for row in rows.tolist()]
         self._joules += sum(times.energy for times in table)
+        self._cpu_joules += sum(times.cpu_energy for times in table)
+        return table
+
+    def _judge_round(self, trainer: Trainer) -> None:
+        """Find and handle the anomalies of the round that was shared one step ago."""
+        table = self._finish_round()
+        if not table:
+            return
         if len({times.skipped for times in table}) > 1:
             raise RunFailure(
                 "callbacks.watch: the processes skipped different updates, so that their weights"
