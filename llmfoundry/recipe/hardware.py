@@ -171,11 +171,15 @@ def known_gpu(device_name: str) -> str | None:
 
 
 def named_gpu(text: str) -> str | None:
-    """Return the key of GPUS that a user names: h100, H100-PCIe, a100-80gb, rtx-4090; else None."""
+    """Return the key of GPUS that a user names: h100, H100-PCIe, a100-80gb, rtx-4090; else None.
+
+    The memory may be named, too, where there is only one size: h100-80gb.
+    """
     plain = text.lower().replace("a100-40", "a100-40gb").replace("a100-80", "a100-80gb")
     words = set(re.split(r"[\s_-]+", plain.replace("gbgb", "gb"))) - _MAKERS
-    same = (key for key in GPUS if set(key.lower().split()) == words)
-    return next(same, None)
+    by_words = {frozenset(key.lower().split()): key for key in GPUS}
+    with_size = {name | {f"{GPUS[key].memory_gb:g}gb"}: key for name, key in by_words.items()}
+    return {**with_size, **by_words}.get(frozenset(words))
 
 
 def short_name(key: str) -> str:
@@ -254,7 +258,7 @@ def _advice(kind: str, count: int | None) -> str:
     write = "; write how many GPUs and which: 8xh100, 64xa100-80gb, 128x80gb (memory alone)"
     if count is None:
         return f"{write}, 8xmy-gpu.yaml"
-    return f"{nearest(kind.lower(), names)}{write}; known: {', '.join(names)}"
+    return nearest(kind.lower(), names) or f"{write}; known: {', '.join(names)}"
 
 
 def _read(path: str, key: str, count: int | None) -> Hardware:

@@ -69,8 +69,22 @@ def test_a_file_describes_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("8xh100-80gb", "h100"),
+        ("8xA100-40GB", "a100-40gb"),
+        ("8xa100-80gb-pcie", "a100-80gb-pcie"),
+        ("8xnvidia-h200-sxm-141gb", "h200"),
+    ],
+)
+def test_the_memory_may_be_named_with_the_gpu(text: str, name: str) -> None:
+    assert Hardware.parse(text, "hardware").name == name
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
+        ("8xh100-96gb", "is no hardware"),
         ("h100", "write how many GPUs and which"),
         ("0xh100", "is no hardware"),
         ("8xh101", "did you mean 'h100'"),
