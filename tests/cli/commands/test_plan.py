@@ -18,6 +18,7 @@ from llmfoundry.plan.seconds import speeds
 from llmfoundry.recipe.hardware import GPUS, Hardware
 from llmfoundry.recipe.paths import YAMLS
 from llmfoundry.recipe.train import TrainRecipe
+from tests.tiny import ROOT
 
 SMALL = ["mpt-125m", "hardware=8xh100", "max_seq_len=1024", "global_train_batch_size=64"]
 
@@ -77,6 +78,23 @@ def test_a_ranking_is_printed_with_what_to_write(capsys: pytest.CaptureFixture[s
     for part in ("parameters", "MFU", "GPU-hours", "fastest", "why", "looked at", "memory about"):
         assert part in flat
     assert len(re.findall(r"^\d  ", out, re.M)) == 3
+
+
+def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Word by word, with numbers within 3 %: the page shows the start and the head of a table."""
+    page = (ROOT / "docs" / "many-gpus.md").read_text()
+    run(planned, "llmfoundry.cli.commands.plan:plan", ["mpt-1b", "hardware=8xh100"])
+    printed = " ".join(capsys.readouterr().out.split())
+    number = re.compile(r"[0-9.,]*[0-9]")
+    for part in page.split("```text\n")[1].split("```")[0].split("\n\n"):
+        shown = " ".join(part.split())
+        texts = map(re.escape, number.split(shown))
+        found = re.search(f"({number.pattern})".join(texts), printed)
+        assert found, shown
+        pairs = zip(number.findall(shown), found.groups(), strict=True)
+        for before, now in pairs:
+            value = float(before.replace(",", ""))
+            assert float(now.replace(",", "")) == pytest.approx(value, rel=0.03), shown
 
 
 @pytest.mark.parametrize(
