@@ -18,6 +18,7 @@ from torch import Tensor
 from llmfoundry.models.router import WideLinear
 from llmfoundry.ops.attention.select import IMPLS, attend, refusal
 from llmfoundry.ops.loss import linear_cross_entropy, reference_cross_entropy
+from llmfoundry.ops.moe import fp8
 from llmfoundry.ops.moe import mixture as moe
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.ops.moe_layers import LAYERS, Layer, choices, distances, gradients, inputs
@@ -154,6 +155,8 @@ def test_triton_kernels(dtype: str, record_property: Record) -> None:
 
     assert not kernels.lost(DTYPES[dtype], "cuda"), "NaN does not stay NaN"
     assert all(kernels.routes("cuda").values())
+    if torch.cuda.get_device_capability() >= (8, 9):
+        assert all(kernels.quantized("cuda").values())
     for name, pairs in kernels.cases(DTYPES[dtype], "cuda", exact=True).items():
         error = max(kernels.distance(*pair) for pair in pairs)
         record_property(name, error)
@@ -174,6 +177,33 @@ def test_router_products_without_a_copy_of_the_tokens() -> None:
     assert router.distance(y.detach(), wide_x @ wide_weight.T) < 1e-6
     assert router.distance(dweight, wide_grad.T @ wide_x) < 1e-6
     assert router.distance(dx, wide_grad @ wide_weight) < 3e-3
+
+
+FP8_LAYERS = {
+    "odd numbers of rows": Layer(tokens=37, d=64, f=48, biased=True),
+    "experts that nobody chooses": Layer(tokens=300, d=128, f=256, load="first"),
+    "an MLP": Layer(tokens=200, d=64, f=96, gated=False),
+    "dbrx-mini's": MIXTURES["dbrx-mini's"],
+}
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_experts_in_fp8(record_property: Record) -> None:
+    """PyTorch's matmuls against the emulation on the same device: only sums differ."""
+    if fp8.refusal(CUDA, 16, emulate=False) is not None:
+        pytest.skip("has no fp8 matmuls of experts")
+    errors = {}
+    for name, layer in FP8_LAYERS.items():
+        found = []
+        for how in (fp8.SCALED, fp8.EMULATED):
+            x, weights, w = inputs(layer, torch.bfloat16, "cuda")
+            some = replace(w, fp8=how)
+            y = moe.mixture(x, weights, choices(layer).to(CUDA), some, impl="grouped_mm")
+            found.append({"y": y.detach(), **gradients(y, x, weights, w)})
+        apart = distances(found[0], {k: t.double() for k, t in found[1].items()})
+        errors[name] = (apart.pop("y"), max(apart.values()))
+    compare(record_property, errors, MOE_BOUNDS["bf16"])
 
 
 @pytest.mark.gpu
