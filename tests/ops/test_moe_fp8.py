@@ -212,6 +212,15 @@ def test_pytorchs_operator_accepts_every_operand(
         assert gradient is None or (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
 
 
+def test_without_rows_nothing_is_multiplied() -> None:
+    """PyTorch has no such operator for a CPU: a call would raise."""
+    layer = Layer(tokens=0, d=32, f=48, biased=True)
+    x, weights, w = inputs(layer, torch.bfloat16)
+    y = mixture(x, weights, choices(layer), in_fp8(w, SCALED), impl="grouped_mm")
+    found = gradients(y, x, weights, w)
+    assert y.shape == (0, 32) and not any(found[n].any() for n in ("w1", "v1", "w2", "b2"))
+
+
 def test_the_operators_keep_pytorchs_rules() -> None:
     layer = Layer(d=32, f=48, biased=True)
     x, weights, w = inputs(layer, torch.bfloat16)
