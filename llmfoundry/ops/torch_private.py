@@ -280,6 +280,27 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def scaled_grouped_mm(
+    left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, ends: Tensor
+) -> Tensor:
+    """Call `torch._scaled_grouped_mm`, as torchao does; `ops/moe/fp8.py` states its requirements.
+
+    Args:
+        left: (N, K) float8_e4m3fn, row-major.
+        right: (E, K, M) float8_e4m3fn, column-major.
+        left_scales: (N,) fp32.
+        right_scales: (E, M) fp32.
+        ends: (E,) int32, end of each expert's rows.
+
+    Returns:
+        (N, M) in bfloat16.
+    """
+    return torch._scaled_grouped_mm(
+        left, right, left_scales, right_scales, offs=ends, out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Unread:
     """Shape of a result that is not saved."""

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.moe.experts import ScaledRows
+from llmfoundry.ops.torch_private import scaled_grouped_mm
 
 SCALED, EMULATED = "scaled", "emulated"  # values of `Experts.fp8`
 MULTIPLE = 16  # of the sides of a weight
@@ -35,7 +36,7 @@ HOPPER = 9  # major compute capability that the kernel is written for
 def refusal(device: torch.device, n_experts: int, *, emulate: bool) -> str | None:
     """Return why a device does not multiply experts in fp8; None: it does."""
     if n_experts > MOST_EXPERTS:
-        return f"a rank has {n_experts} experts, and fp8 matmuls take {MOST_EXPERTS} at most"
+        return f"a layer has {n_experts} experts, and fp8 matmuls take {MOST_EXPERTS} at most"
     if emulate:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
@@ -99,12 +100,5 @@ class Matmuls:
                 rows.dequantized(), right.dequantized().transpose(1, 2), offs=self.ends
             )
             return product.to(weight.dtype)
-        return torch._scaled_grouped_mm(
-            rows.values,
-            right.values.transpose(1, 2),
-            rows.scales,
-            right.scales,
-            offs=self.ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
+        columns = right.values.transpose(1, 2)
+        return scaled_grouped_mm(rows.values, columns, rows.scales, right.scales, self.ends)
