@@ -93,6 +93,7 @@ class Entry:
         method: of context parallelism.
         model: of MODELS.
         adapter: low-rank factors train, and nothing else.
+        taught: a teacher's divergence is minimized, too.
         accumulated: gradients of several microbatches are added up; else there is one.
         packed: rows hold two documents.
         checkpointing: the recipe's `parallel.activation_checkpointing`.
@@ -109,6 +110,7 @@ class Entry:
     method: str | None = None
     model: str = "learned"
     adapter: bool = False
+    taught: bool = False
     accumulated: bool = True
     packed: bool = True
     checkpointing: str = "none"
@@ -191,6 +193,10 @@ ROUTINE = {
     "tensor": Entry(tensor=2, model="mpt"),
     "tensor-expert": Entry(tensor=2, expert=2, model="dbrx-shared", checkpointing="whole"),
     "tensor-fsdp": Entry(tensor=2, shard=2, model="untied", checkpointing="selective"),
+    "taught-ddp": Entry(replicate=2, taught=True),
+    "taught-fsdp": Entry(shard=2, taught=True, model="gqa", checkpointing="whole"),
+    "taught-tensor-fsdp": Entry(tensor=2, shard=2, taught=True, model="untied"),
+    "taught-gather": replace(GATHER, taught=True, packed=False),
     "expert": replace(LAYOUTS["expert"], model="dbrx-shared", checkpointing="selective"),
     "expert-compressed": replace(LAYOUTS["expert"], checkpointing="whole", compression="int8"),
     "expert-capacity": replace(LAYOUTS["expert"], capacity=2.0, checkpointing="whole"),

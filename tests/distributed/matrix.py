@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,12 +36,14 @@ from llmfoundry.models.adapter_targets import plan_adapter
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import place
 from llmfoundry.ops import compression
-from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout
+from llmfoundry.ops.packed_layout import IGNORE, Batch, PackedLayout, TeacherTokens
 from llmfoundry.plan.meter import LiveBytes
 from llmfoundry.recipe.adapter import AdapterConfig
+from llmfoundry.recipe.loss import LossConfig, ResolvedLossConfig
 from llmfoundry.recipe.optimizer import GradientClippingConfig, OptimizerConfig
 from llmfoundry.recipe.parallel import GLOO
 from llmfoundry.train.callbacks import OptimizerMonitor
+from llmfoundry.train.distillation import Distillation
 from llmfoundry.train.objective import CrossEntropy
 from llmfoundry.train.optim.optimizers import build_optimizer
 from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
@@ -89,14 +91,41 @@ SHARED_GPU = Place("cuda", GLOO, close=1e-5)
 OWN_GPUS = Place("cuda", close=1e-5)
 
 
-def global_batch(step: int, packed: bool = True) -> Batch:
+def global_batch(step: int, packed: bool = True, *, taught: bool = False) -> Batch:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 64, (ROWS, LENGTH), generator=generator)
     labels = tokens.roll(-1, 1)
     for row, kept in enumerate(LABELS):
         labels[row, kept:] = IGNORE
     documents = [[1 + row, LENGTH - 1 - row] for row in range(ROWS)]
-    return Batch(tokens, labels, PackedLayout.from_lengths(documents) if packed else None)
+    layout, teacher = PackedLayout.from_lengths(documents) if packed else None, None
+    if taught:
+        logits = torch.randn(ROWS, LENGTH, 64, generator=generator)
+        top = logits.log_softmax(-1).topk(5)
+        teacher = TeacherTokens(top.indices.int(), top.values)
+    return Batch(tokens, labels, layout, teacher=teacher)
+
+
+def make_objective(entry: Entry) -> CrossEntropy | Distillation:
+    """The recipe's objective."""
+    z_loss = Z_LOSSES.get(entry.model)
+    if not entry.taught:
+        return CrossEntropy(z_loss)
+    config = LossConfig("distill", "symmetric", 2.0, 0.7, 0.4, z_loss)
+    return Distillation(cast(ResolvedLossConfig, config))
+
+
+def taught_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The mean of `make_objective` without z-loss, as one would write it."""
+    keep, t = batch.labels != IGNORE, 2.0
+    assert batch.teacher is not None
+    ids = batch.teacher.ids.long()[keep]
+    q = (batch.teacher.log_probs[keep] / t).softmax(-1)
+    p = (logits[keep] / t).softmax(-1).gather(-1, ids)
+    s = p / p.sum(-1, keepdim=True)
+    forward, reverse = (q * (q / p).log()).sum(-1), (s * (s / q).log()).sum(-1)
+    nats = F.cross_entropy(logits[keep], batch.labels[keep])
+    return 0.4 * nats + 0.7 * t**2 * (0.5 * forward + 0.5 * reverse).mean()
 
 
 def share(batch: Batch, world: World) -> Batch:
@@ -147,12 +176,12 @@ def train(entry: Entry, root: Root, module: nn.Module, world: World) -> dict[str
             result = train_step(
                 module,
                 optimizer,
-                share(global_batch(step, entry.packed), world),
+                share(global_batch(step, entry.packed, taught=entry.taught), world),
                 StepSettings(
                     microbatch=rows,
                     autocast=nullcontext,
                     clipping=GradientClippingConfig("norm", CLIP),
-                    objective=CrossEntropy(Z_LOSSES.get(entry.model)),
+                    objective=make_objective(entry),
                     data_group=world.data_group,
                     token_group=world.token_group,
                     shard_tokens=token_sharding(root),
@@ -290,7 +319,8 @@ Steps = tuple[list[float], list[float], dict[str, float]]
 
 def plain_of(entry: Entry, device: torch.device) -> Steps:
     """The plain loop on an entry's model and batches, in fp32."""
-    return plain(Entry(model=entry.model, adapter=entry.adapter, packed=entry.packed), device)
+    same = Entry(model=entry.model, adapter=entry.adapter, taught=entry.taught, packed=entry.packed)
+    return plain(same, device)
 
 
 @cache
@@ -305,10 +335,11 @@ def plain(entry: Entry, device: torch.device) -> Steps:
     )
     losses, norms = [], []
     for step in range(STEPS):
-        batch = global_batch(step, entry.packed).to(device)
+        batch = global_batch(step, entry.packed, taught=entry.taught).to(device)
         hidden, routing = model.run(batch.tokens, batch.layout)
         logits = model.head(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
+        loss = taught_loss(logits, batch) if entry.taught else loss
         squares = logits[batch.labels != IGNORE].logsumexp(-1).square()
         loss = loss + Z_LOSSES.get(entry.model, 0.0) * squares.mean()
         if routing is not None:
