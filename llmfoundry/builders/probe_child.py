@@ -33,6 +33,7 @@ from llmfoundry.processes import end_with
 from llmfoundry.recipe.plugins import import_plugins
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.train.callbacks import peak_memory
+from llmfoundry.train.distillation import with_any_teacher
 from llmfoundry.train.spikes import Guard
 from llmfoundry.train.step import StepSettings, train_step
 
@@ -125,7 +126,7 @@ def draw_batch(recipe: ResolvedTrainRecipe, rows: int) -> Batch:
     if not recipe.data.attend_across_documents:
         first = length // 3 or 1
         layout = PackedLayout.from_lengths([[first, length - first]] * rows)
-    return Batch(tokens, tokens.roll(-1, 1), layout)
+    return with_any_teacher(Batch(tokens, tokens.roll(-1, 1), layout), recipe.loss)
 
 
 class _Peak:

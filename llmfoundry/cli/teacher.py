@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmfoundry.builders.data import open_data
-from llmfoundry.builders.open_model import open_model
+from llmfoundry.builders.open_model import OpenedModel, open_model
 from llmfoundry.builders.pretrained import open_base
 from llmfoundry.builders.teacher import TeacherJob, check_teacher, write_teacher
 from llmfoundry.builders.tokenizer import make_tokenizer
@@ -18,7 +18,8 @@ from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.preparation.prepare import Manifest
 from llmfoundry.distributed.collectives import on_rank0
 from llmfoundry.distributed.local_ranks import with_local_ranks
-from llmfoundry.distributed.process_group import join
+from llmfoundry.distributed.process_group import World, join
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.before_training import ResolvedPrepareRecipe
 from llmfoundry.recipe.data import DataConfig, FilterConfig, StreamConfig
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
@@ -45,7 +46,7 @@ def ask_teacher(recipe: ResolvedPrepareRecipe, write_tokens: Callable[[], None])
         if isinstance(recipe, ResolvedFinetuneRecipe):
             pretrained = open_base(recipe, world, note=note)
         tokenizer = make_tokenizer(recipe, world, pretrained)
-        opened = open_model(recipe.teacher, world, note=note)
+        opened = _open(recipe.teacher, world, note)
         job = TeacherJob(recipe.teacher, recipe.top_k, recipe, tokenizer, world, note)
         check_teacher(job, opened)
 
@@ -59,6 +60,15 @@ def ask_teacher(recipe: ResolvedPrepareRecipe, write_tokens: Callable[[], None])
                 note(line)
         write_teacher(job, data, opened)
         note("data: train on it with loss=distill")
+
+
+def _open(name: str, world: World, note: Callable[[str], None]) -> OpenedModel:
+    """Open the teacher, without its weights; an error names the recipe's key."""
+    try:
+        return open_model(name, world, note=note)
+    except UserError as error:
+        lines = [f"teacher: {line.removeprefix('checkpoint: ')}" for line in error.problems]
+        raise UserError(*lines) from error
 
 
 def _written(config: DataConfig, output: str) -> DataConfig:

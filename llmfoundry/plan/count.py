@@ -38,6 +38,7 @@ from llmfoundry.recipe.attention import LayerConfig
 from llmfoundry.recipe.model import HFModelConfig, ModelConfig, ResolvedModelConfig
 from llmfoundry.recipe.parallel import ActivationMemory, Degrees, ParallelConfig, recomputation
 from llmfoundry.recipe.train import ResolvedTrainRecipe
+from llmfoundry.train.distillation import build_distillation, with_any_teacher
 
 CPU = torch.device("cpu")
 FEW = 2
@@ -195,7 +196,7 @@ def _count(
     ]
     facts += [replace(degrees, replicate=1, shard=1), degrees.is_replicas, device.type]
     known = _known if meta_model is None else _known_of.setdefault(meta_model, {})
-    of_ends = repr(facts)
+    of_ends = repr([*facts, recipe.loss.name, recipe.loss.temperature, recipe.loss.divergence])
     if model is not None:
         model.vocab_size = 0  # does not affect the blocks
     layers = recipe.model.layers() if meta_model is None else getattr(meta_model, "layers", None)
@@ -513,6 +514,7 @@ class _Counter:
         length = self._recipe.max_seq_len
         tokens = torch.zeros(rows, length, dtype=torch.long)
         batch = Batch(tokens, tokens, self._layouts.get(rows))
+        batch = with_any_teacher(batch, self._recipe.loss)
         return batch if self._shard is None else self._shard(batch)
 
     def blocks(self, kinds: Sequence[_Kind]) -> tuple[BlockCount, ...]:
@@ -591,7 +593,7 @@ class _Counter:
                 model.loss_chunk = batch.tokens.numel()  # one chunk; callers know the chunk size
                 self._meter.begin()
                 with self._autocast():
-                    loss = self._root(batch.tokens, batch.layout, _loss_of(batch.labels))
+                    loss = self._root(batch.tokens, batch.layout, self._loss_of(batch))
                 if loss.requires_grad:
                     with self._meter.backward():
                         loss.backward()
@@ -603,14 +605,17 @@ class _Counter:
             hook.remove()
         return _ends_count(runs)
 
+    def _loss_of(self, batch: Batch) -> Callable[[Decoder, Tensor], Tensor]:
+        objective = build_distillation(self._recipe.loss)
+        if objective is None:
+            return lambda model, hidden: model.loss(hidden, batch.labels)
+        finish = objective.of(batch)
+        return lambda model, hidden: finish(model, hidden)[0]
+
 
 def _embedding(model: Decoder) -> nn.Module:
     """Return the token embedding."""
     return model.wte if isinstance(model, Decoder) else model.hf.get_input_embeddings()
-
-
-def _loss_of(labels: Tensor) -> Callable[[Decoder, Tensor], Tensor]:
-    return lambda model, hidden: model.loss(hidden, labels)
 
 
 def _tensors(result: Any) -> list[Tensor]:

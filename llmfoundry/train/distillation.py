@@ -7,13 +7,15 @@ global batch, so it does not depend on microbatches, accumulation or the number 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.ops.distillation import DistillationWeights
-from llmfoundry.ops.packed_layout import Batch
+from llmfoundry.ops.packed_layout import Batch, TeacherTokens
 from llmfoundry.recipe.loss import DISTILL, ResolvedLossConfig
 from llmfoundry.train.objective import CROSS_ENTROPY, Z_LOSS, Finish, Look
 
@@ -79,6 +81,18 @@ class Distillation:
             return {}
         names = ("cross_entropy", "kl")
         return {f"loss/{split}/{name}": sums[name] / sums["count"] for name in names}
+
+
+TYPICAL_K = 64
+"""Tokens of a teacher that memory is counted with before the data is read."""
+
+
+def with_any_teacher(batch: Batch, config: ResolvedLossConfig) -> Batch:
+    """Return a batch to measure memory with: with any tokens of a teacher if the loss has one."""
+    if config.name != DISTILL:
+        return batch
+    ids = torch.arange(TYPICAL_K, dtype=torch.int32).expand(*batch.tokens.shape, -1).contiguous()
+    return replace(batch, teacher=TeacherTokens(ids, torch.zeros_like(ids, dtype=torch.float16)))
 
 
 def build_distillation(config: ResolvedLossConfig) -> Distillation | None:

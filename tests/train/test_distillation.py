@@ -22,6 +22,7 @@ from llmfoundry.cli.commands.prepare_data import prepare_data
 from llmfoundry.data.sources import OrderedStream
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
+from llmfoundry.plan.memory import estimate
 from llmfoundry.recipe.before_training import PrepareRecipe
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
@@ -288,9 +289,18 @@ def test_what_does_not_fit_is_one_line(folder: Path, own_cache: str, tmp_path: P
         ("top_k=300",): "top_k: 300, but the vocabulary has 257",
         ("max_seq_len=128",): "max_seq_len: 128, but runs/teacher reads 64",
         ("top_k=5",): "with top_k 20, and not 5; delete it",
+        ("teacher=runs/nothing",): "teacher: nothing at runs/nothing",
     }.items():
         with pytest.raises(UserError, match=words):
             prepare(own_cache, *overrides)
+    # texts that are tokenized while they are read
+    texts = f"prepare.output={tmp_path / 'texts'}"
+    asked = (texts, "prepare.format=mds", "prepare.column=text")
+    prepare_data(checked(PrepareRecipe, "tiny.yaml", asked).resolve())
+    with pytest.raises(UserError, match="data: text is tokenized while it is read"):
+        opened("data=mds", f"data.remote={tmp_path / 'texts'}")
+    with pytest.raises(UserError, match="teacher: reads tokens"):
+        prepare(*asked)
     # tokens that changed since
     (facts,) = (tmp_path / "cache").glob("tokens/*/train/teacher/teacher.json")
     found = json.loads(facts.read_text())
@@ -330,6 +340,17 @@ def test_every_stream_of_a_mixture_needs_a_teacher(
     prepare(*alone, top_k=4, teacher=teacher)
     _, data = opened(*mixture)
     assert [stream.read(0).teacher[0].shape[1] for stream in data.streams] == [4, 4]
+
+
+def test_the_logits_of_the_loss_are_counted() -> None:
+    """On a GPU, PyTorch's operations take more than the kernel; at two temperatures, even more."""
+    needs = []
+    for loss in (["loss=cross_entropy"], ["loss=distill"], ["loss=distill", "loss.temperature=2"]):
+        recipe = checked(TrainRecipe, "mpt-125m", loss).resolve()
+        recipe.model.fill(vocab_size=50432)
+        need = estimate(recipe, 8, device=torch.device("cuda"))
+        needs.append(need.logits(4))
+    assert 2 * 4 * 50432 < needs[0] < needs[1] < needs[2]
 
 
 def test_settings_without_effect_are_refused() -> None:
