@@ -441,7 +441,7 @@ def main() -> None:
         if not given.only
         or any(w.lower() in f"{row.name} {row.hardware.name}".lower() for w in given.only)
     ]
-    print("\n".join(compare(rows)))
+    print("\n".join(compare(rows)), flush=True)
     if given.layouts:
         plain = [
             row for row in rows if " 2048 " in row.name or not row.source.startswith("LLM Foundry")

@@ -508,10 +508,11 @@ def check_kernels(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
     if reason is not None:
         raise UserError(f"model.ffn_config.moe_impl: {reason}")
     check_format(recipe.parallel.activation_compression, device)
-    if recipe.fp8_recipe is not None:
-        _check_float8(recipe, device)
-    if recipe.residual_dtype == "bf16" and isinstance(recipe.model, HFModelConfig):
-        raise UserError("residual_dtype: bf16 is for our own decoder; write fp32")
+    check_precision(recipe)
+    if recipe.fp8_recipe is not None and not recipe.fp8_emulate:
+        reason = float8_refusal(device)
+        if reason is not None:
+            raise UserError(f"precision: amp_fp8: {reason}")
     if recipe.compile_mode is not None:
         if device.type == "cpu" and recipe.parallel.activation_checkpointing == "selective":
             raise UserError(
@@ -521,16 +522,19 @@ def check_kernels(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
         check_compiler(recipe.compile_mode, device)
 
 
-def _check_float8(recipe: ResolvedTrainRecipe, device: torch.device) -> None:
-    if isinstance(recipe.model, HFModelConfig):
+def check_precision(recipe: ResolvedTrainRecipe) -> None:
+    """Check that the model and the adapter have the recipe's precision, on any device."""
+    is_foreign = isinstance(recipe.model, HFModelConfig)
+    if recipe.residual_dtype == "bf16" and is_foreign:
+        raise UserError("residual_dtype: bf16 is for our own decoder; write fp32")
+    if recipe.fp8_recipe is None:
+        return
+    if is_foreign:
         raise UserError("precision: amp_fp8 is for our own decoder; write amp_bf16")
     if isinstance(recipe, ResolvedFinetuneRecipe) and recipe.adapter.name != "none":
         raise UserError(
             "precision: amp_fp8 has no effect on adapters' frozen layers; write amp_bf16"
         )
-    reason = None if recipe.fp8_emulate else float8_refusal(device)
-    if reason is not None:
-        raise UserError(f"precision: amp_fp8: {reason}")
 
 
 def build_clock(recipe: ResolvedTrainRecipe, data: RunData) -> Clock:

@@ -26,6 +26,7 @@ from llmfoundry.builders.tokenizer import make_tokenizer, settle_vocabulary
 from llmfoundry.builders.trainer import (
     check_kernels,
     check_layout,
+    check_precision,
     sketch,
 )
 from llmfoundry.checkpoint.object_storage import is_url
@@ -33,6 +34,7 @@ from llmfoundry.checkpoint.open_run import run_storage
 from llmfoundry.cli.commands.compare import page_path, read_runs, refuse_page
 from llmfoundry.cli.commands.launch import job_of
 from llmfoundry.cli.commands.migrate import prepare
+from llmfoundry.cli.commands.plan import check_fp8
 from llmfoundry.cli.commands.prepare_data import check_inputs_and_output
 from llmfoundry.cli.commands.scaling import print_plan as print_grid
 from llmfoundry.cli.commands.scaling_grid import grid
@@ -154,6 +156,9 @@ def plan_training(recipe: ResolvedTrainRecipe, hardware: Hardware | None = None)
     if hardware is None:
         check_workers(recipe.data, world)
         check_kernels(recipe, world.device)
+    else:
+        check_precision(recipe)
+        check_fp8(recipe, hardware)
 
     # the largest microbatch that fits
     free = memory_of_process(world) if hardware is None else memory_of_gpu(hardware)

@@ -116,8 +116,7 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
     recipe = with_guessed_vocabulary(recipe)
     if user_recipe.inference:
         return _print_inference(recipe, hardware)
-    if recipe.fp8_recipe is not None and not hardware.gpu.fp8_tflops:
-        raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
+    check_fp8(recipe, hardware)
     reached, source = measured_speeds(hardware, recipe, user_recipe.gpu_check)
     setting = Cluster(hardware.gpus, reached, memory_of_gpu(hardware))
 
@@ -147,6 +146,21 @@ def plan(recipe: ResolvedTrainRecipe) -> None:
     console.banner([(label, public(text)) for label, text in rows])
     if ranking.best:
         console.table("\n".join(_table(ranking.best, setting)))
+
+
+def check_fp8(recipe: ResolvedTrainRecipe, hardware: Hardware) -> None:
+    """Check that GPUs whose data sheet is known have the fp8 that a recipe uses.
+
+    Raises:
+        UserError: they have none.
+    """
+    if hardware.gpu.fp8_tflops or not hardware.gpu.tflops:
+        return
+    if recipe.fp8_recipe is not None and not recipe.fp8_emulate:
+        raise UserError(f"precision: amp_fp8, but {hardware.name} has no fp8; write amp_bf16")
+    if recipe.parallel.activation_compression == "fp8":
+        key = "parallel.activation_compression"
+        raise UserError(f"{key}: fp8, but {hardware.name} has no fp8; write int8")
 
 
 def _recipe_layout(

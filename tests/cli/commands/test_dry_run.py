@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmfoundry.builders.trainer import check_precision
 from llmfoundry.cli import dry_run as plans
 from llmfoundry.cli.script import run
+from llmfoundry.errors import UserError
 from llmfoundry.loggers.console import format_gib, short_count
 from llmfoundry.models.counts import parameter_count
 from llmfoundry.plan import fit
@@ -220,6 +222,30 @@ def test_other_hardware_is_for_training_and_inference(capsys: pytest.CaptureFixt
         words = ["from=hf", "checkpoint=x", "output=y", "--dry-run=8x80gb"]
         run(ConvertRecipe, "llmfoundry.api.conversion:convert", words)
     assert "only training, evaluation and generation are estimated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("precision=amp_fp8", "precision: amp_fp8, but a100 has no fp8; write amp_bf16"),
+        ("parallel.activation_compression=fp8", "fp8, but a100 has no fp8; write int8"),
+    ],
+)
+def test_other_hardware_refuses_what_a_run_on_it_refuses(
+    word: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quickstart", word, "--dry-run=2xa100"]
+    with pytest.raises(SystemExit) as refused:
+        run(TrainRecipe, "llmfoundry.cli.commands.train:train", words)
+    assert refused.value.code == 2 and why in capsys.readouterr().err
+    run(TrainRecipe, "llmfoundry.cli.commands.train:train", [*words[:2], "--dry-run=2xl40s"])
+
+
+def test_fp8_with_an_adapter_is_refused_on_any_hardware() -> None:
+    path = YAMLS / "finetune" / "llama-8b-lora.yaml"
+    recipe = checked(FinetuneRecipe, path, ["precision=amp_fp8"]).resolve()
+    with pytest.raises(UserError, match="no effect on adapters"):
+        check_precision(recipe)
 
 
 @pytest.mark.parametrize(
