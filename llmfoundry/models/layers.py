@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from llmfoundry.models.low_rank import LowRank, adapted, embedded
 from llmfoundry.ops import nf4
 from llmfoundry.ops.activations import from_text, to_text
-from llmfoundry.ops.devices import to_autocast_dtype
+from llmfoundry.ops.devices import has_autocast, to_autocast_dtype
 from llmfoundry.ops.shard_layout import full_tensor
 from llmfoundry.recipe.attention import NORMS
 from llmfoundry.recipe.choice_table import load_code
@@ -178,8 +179,37 @@ class FFN(nn.Module):
         """Transform x (B, T, D) token by token."""
         if self.gate_proj is None:
             return self.down_proj(self.act.function(self.up_proj(x)))
-        gate = self.act.function(self.gate_proj(x))
-        return self.down_proj(gate * self.act.up(self.up_proj(x)))
+        gate_x, up_x = x, x
+        if all(getattr(layer, "lora", None) is None for layer in (self.gate_proj, self.up_proj)):
+            gate_x, up_x = _cast_for_two(x)
+        gate = self.act.function(self.gate_proj(gate_x))
+        return self.down_proj(gate * self.act.up(self.up_proj(up_x)))
+
+
+def _cast_for_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x twice in autocast's dtype, for two layers that would each cast and keep a copy.
+
+    The gradients of both are added in x's dtype, so that every bit is as with two casts.
+    """
+    kind = x.device.type
+    if not has_autocast(kind) or x.dtype == torch.get_autocast_dtype(kind):
+        return x, x
+    return _CastForTwo.apply(x, torch.get_autocast_dtype(kind))
+
+
+class _CastForTwo(torch.autograd.Function):
+    """A cast whose result is used twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.dtype = x.dtype
+        low = x.to(dtype)
+        return low, low.view_as(low)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        first, second = grads
+        return first.to(ctx.dtype) + second, None
 
 
 FFNS: dict[str, Callable[[ResolvedModelConfig], FFN]] = {  # `dmoe` is in models/moe.py
