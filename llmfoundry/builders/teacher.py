@@ -63,7 +63,7 @@ from llmfoundry.terminal import progress
 
 PART_BYTES = 32 << 20
 ROWS = 8  # sequences that a teacher reads at a time, unless device_eval_batch_size is a number
-RECORDS = ".parts"
+RECORDS, LOCK = ".parts", "lock"
 TEXT = "text is tokenized while it is read; prepare it as tokens first (scripts/prepare_data.py)"
 
 
@@ -84,7 +84,7 @@ def with_teacher(
         source = _source(stream, key)
         units, teacher = opening.units(key, source)
         every.append((key, teacher.facts))
-        lines.append(_line(key, teacher.facts))
+        lines.append(_line(key, teacher.facts, tokenizer))
         streams.append(OrderedStream(TaughtSource(source, units, teacher), _order(stream)))
     _check_same_width(every)
     validation, note = opening.validation(data.validation, every[0][1])
@@ -103,11 +103,11 @@ def _order(stream: Stream) -> Any:
     return stream.order
 
 
-def _line(key: str, facts: TeacherFacts) -> str:
-    size = bytes_per_token(1 << 16, facts.top_k)
+def _line(key: str, facts: TeacherFacts, tokenizer: Tokenizer) -> str:
+    size = bytes_per_token(tokenizer.vocab_size, facts.top_k)
     return (
-        f"{key}: {facts.top_k} tokens of the teacher {facts.model} at each token, {size} bytes or"
-        f" more; it read {facts.seq_len:,} tokens at a time in {facts.precision}"
+        f"{key}: teacher {facts.model}: {facts.top_k} log-probabilities at each token, {size}"
+        f" bytes; it read {facts.seq_len:,} tokens at a time in {facts.precision}"
     )
 
 
@@ -281,8 +281,14 @@ def write_teacher(job: TeacherJob, data: RunData, opened: OpenedModel) -> None:
             precision=model.precision,
         )
         place = OutputFolder(folder.url, job.recipe.data.storage_options)
-        with _locked(place) if job.world.is_main else nullcontext():
-            _write_units(_Writer(job, key, units, model, facts, place))
+        try:
+            with _locked(place) if job.world.is_main else nullcontext():
+                _write_units(_Writer(job, key, units, model, facts, place))
+        except OSError as error:
+            raise UserError(
+                f"teacher: cannot write {folder.url}: {error.strerror or error}; free space there,"
+                " and the same command continues"
+            ) from error
 
 
 def _locked(place: OutputFolder) -> AbstractContextManager[None]:
@@ -290,7 +296,7 @@ def _locked(place: OutputFolder) -> AbstractContextManager[None]:
     if place.here is None:
         return nullcontext()
     return one_at_a_time(
-        place.here / RECORDS / "lock",
+        place.here / RECORDS / LOCK,
         key="teacher",
         busy="another process writes it; wait for it or end it",
         instead="write prepare.output=FOLDER",
@@ -345,12 +351,13 @@ def _write_units(writer: _Writer) -> None:
 
 
 def _finish(place: OutputFolder, n_parts: int) -> None:
-    """Write the index of all parts, and remove their records."""
+    """Write the index of all parts, and remove their records and what killed processes left."""
     records = [_record(place, number) for number in range(n_parts)]
     shards = [shard for record in records if record is not None for shard in record]
     place.write(INDEX, json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode())
-    for number in range(n_parts):
-        place.remove(_record_name(number))
+    for name in place.names_below(RECORDS):
+        if name != LOCK:
+            place.remove(f"{RECORDS}/{name}")
 
 
 def _record_name(number: int) -> str:

@@ -21,7 +21,8 @@ from llmfoundry.errors import UserError
 from llmfoundry.hf.causal_lm import HFCausalLM, visible
 from llmfoundry.hf.class_weights import check_class, class_config
 from llmfoundry.models.decoder import Decoder, Root
-from llmfoundry.ops.packed_layout import PackedLayout
+from llmfoundry.ops.distillation import DistillationWeights
+from llmfoundry.ops.packed_layout import Batch, PackedLayout, TeacherTokens
 from tests.tiny import activations
 
 ROWS = 128
@@ -184,6 +185,32 @@ def test_the_chunked_loss_is_the_class_s(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close((loss, z_part), (expected, z_loss), rtol=1e-5, atol=1e-5)
     expected.backward()
     loss.backward()
+    for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi", "gemma2", "granite"])
+def test_a_class_learns_from_a_teacher(kind: str, tmp_path: Path) -> None:
+    """By PyTorch's divergence of all tokens; heads with a bias, a factor and a cap among them."""
+    theirs = save_class(kind, tmp_path)
+    ours, x = held(tmp_path), tokens()
+    labels = torch.where(torch.rand(x.shape) < 0.3, -100, x.roll(-1, 1))
+    log_probs = torch.randn(*x.shape, ROWS).log_softmax(-1)
+    logits, keep = theirs(x).logits, labels != -100
+    student = logits[keep].log_softmax(-1)
+    kl = F.kl_div(student, log_probs[keep], reduction="sum", log_target=True)
+    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    top = log_probs.topk(ROWS)
+    batch = Batch(x, labels, None, teacher=TeacherTokens(top.indices.int(), top.values))
+    by = DistillationWeights(0.3, 0.7, 0.0)
+
+    def distilled(model: Decoder, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(model.distillation(hidden, batch, by))
+
+    total, cross_entropy, divergence, _ = Root(ours)(x, None, distilled)  # type: ignore
+    torch.testing.assert_close((cross_entropy, divergence), (nats, 0.7 * kl), rtol=1e-4, atol=1e-3)
+    (0.3 * nats + 0.7 * kl).backward()
+    total.backward()
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-3, msg=name)
 

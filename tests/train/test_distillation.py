@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from llmfoundry.builders import teacher as writing
 from llmfoundry.builders.checkpoint import load_checkpoint
@@ -28,6 +29,7 @@ from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.train import ResolvedTrainRecipe, TrainRecipe
 from tests.tiny import write_recipe
 from tests.train.here import rows, train_here
+from tests.train.test_finetune_class import write_class
 
 K = 20
 DISTILL = ("loss=distill", "max_duration=4ba", "eval_interval=4ba", "save_interval=0ba")
@@ -217,6 +219,9 @@ def test_a_killed_preparation_continues_and_its_files_are_the_same(
     limit = 1000
     prepare(parts)
     assert len(made) == n_parts
+    assert not (teacher / ".parts" / "scratch-left").exists()
+    teacher = next((tmp_path / "parts").glob("tokens/*/train/teacher"))
+    assert [path.name for path in (teacher / ".parts").iterdir()] == ["lock"]
     assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
     made.clear()
     prepare(parts)  # all is there
@@ -245,6 +250,24 @@ def test_tokens_written_for_any_run_have_their_teacher_beside_them(
     prepare(*reading, top_k=4)
     with_shards = train_here(f"again-{form}", *DISTILL, *reading)
     assert rows(with_shards, KL)[4][KL] == rows(run, KL)[4][KL]
+
+
+@torch.no_grad()
+def test_a_class_of_transformers_is_a_teacher(folder: Path, tmp_path: Path) -> None:
+    """Each document of a row by itself, as the class has no layouts."""
+    tokenizer = next((folder / "runs/teacher/checkpoints").iterdir()) / "tokenizer"
+    neox = write_class(tmp_path / "neox", tokenizer, "gpt_neox")
+    cache = f"data.cache_folder={tmp_path / 'cache'}"
+    prepare(cache, teacher=str(neox))
+    model = AutoModelForCausalLM.from_pretrained(neox)
+    _, data = opened(cache)
+    for row in (0, 3):
+        sequence = source_of(data).row(row)
+        ids = torch.tensor(sequence.ids[: sum(sequence.lengths)].astype(np.int64))
+        parts = [model(part[None]).logits[0] for part in ids.split(sequence.lengths)]
+        right = torch.cat(parts).log_softmax(-1)[:, :257].topk(K).values
+        stored = torch.tensor(sequence.teacher[1]).float()
+        torch.testing.assert_close(stored, right, rtol=1e-3, atol=1e-4)
 
 
 def test_answers_of_chats_have_a_teacher(folder: Path, tmp_path: Path) -> None:
