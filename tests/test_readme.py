@@ -80,6 +80,9 @@ SMALLER = {  # what is added as well, and why max_duration alone would not do
         " tokens is an hour"),
     r"model=mpt-125m": (SMALL, "its checkpoint is 1.5 GB, in each copy of the folder"),
     r"train.py yamls/quickstart-ema": ("save_interval=1ba", "two checkpoints are averaged"),
+    r"(train|prepare_data).py yamls/quickstart-distill": (
+        "data=files data.paths=[README.md] tokenizer=huggingface"
+        " tokenizer.path=runs/quickstart/tokenizer", "the teacher would read 4M tokens"),
     r"supervise.py quickstart$": ("run_name=kept", "runs/quickstart is complete"),
     r"prepare_data.py yamls/mpt-125m": (
         "data=files data.paths=[README.md] tokenizer=bytes", "C4 is on the hub"),
