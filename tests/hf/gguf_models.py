@@ -14,21 +14,30 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.hf.gguf.write import GGUFModel, to_gguf
 from llmfoundry.models.adapter import MergedState
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.recipe.attention import RopeConfig
 from tests.hf.random_models import (
     ALIBI,
     BARE,
     CLIP,
+    DEEP,
+    DEEPSEEK,
+    FIRST,
     GLU,
     GQA,
+    GROUPED,
     LINEAR,
     LLAMA3,
     MLP,
     MSCALE,
+    OSS,
     RMS,
     ROPE,
+    SIGMOID,
+    SINKS,
     SUM,
     UNTIED,
     WARM,
+    stack,
 )
 
 ROWS = 512
@@ -36,6 +45,17 @@ SHAPE = {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": ROWS, "max_se
 MPT: dict[str, Any] = {"ffn_type": "mptmlp", "ffn_act_fn": "gelu"}
 EXPERTS = SUM | {"ffn_hidden_size": 64}
 LAYERNORM = {"norm_type": "layernorm"}
+OSS_FFN = {"ffn_hidden_size": 64, "glu_limit": 7.0}
+OSS_YARN = {
+    "rope_hf_config": RopeConfig(
+        type="yarn", factor=8.0, original_max_position_embeddings=16, truncate=False
+    )
+}
+ALTERNATE = stack("local default local default", local={"sliding_window_size": 7})
+LATENT_SIZES = {"rope": True, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+                "v_head_dim": 32}  # fmt: skip
+LATENT = DEEPSEEK | {"attn": LATENT_SIZES | {"q_lora_rank": 32}}
+WIDE = {"ffn_hidden_size": 32, "shared_expert_hidden_size": 64}
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class, and the settings
     "llama": ("LlamaForCausalLM", {"attn": ROPE | GQA, "ffn": GLU, **RMS, **BARE, **UNTIED}),
     "llama-biased": ("LlamaForCausalLM", {"attn": ROPE | GQA, "ffn": GLU, **RMS}),
@@ -71,6 +91,26 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class, an
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
         {"attn": {**ROPE, **GQA, "qk_gn": True}, "ffn": EXPERTS, **RMS, **BARE},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {"attn": SINKS, "ffn": OSS | OSS_FFN, **RMS, **UNTIED, **ALTERNATE},
+    ),
+    "gpt-oss-yarn": (
+        "GptOssForCausalLM",
+        {"attn": SINKS | OSS_YARN, "ffn": OSS | OSS_FFN, **RMS, **UNTIED, **ALTERNATE},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "ffn": DEEP | WIDE | FIRST | {"moe_routed_scaling_factor": 3.0}},
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "attn": LATENT_SIZES, "ffn": DEEP | WIDE, "n_layers": 27},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "ffn": DEEP | WIDE | SIGMOID | GROUPED | FIRST, **UNTIED},
     ),
     "dbrx": (
         "DbrxForCausalLM",

@@ -126,7 +126,8 @@ def test_every_number_of_the_model_is_in_the_file(case: str, tmp_path: Path) -> 
     write_file(model, trained(), tmp_path / "model.gguf", architecture=GGUF_CASES[case][0])
     read = [np.sort(values.ravel()) for values in numbers(tmp_path / "model.gguf").values()]
     kept = np.sort(np.concatenate(read))
-    ours = torch.cat([value.flatten() for value in model.state_dict().values()]).numpy()
+    parameters = dict(model.named_parameters())  # balancing biases are computed of two buffers
+    ours = torch.cat([value.detach().flatten() for value in parameters.values()]).numpy()
     extra = len(kept) - len(ours)
     assert np.isin(ours, kept).all()
     # zeros for biases that llama.cpp asks for, a copy of the embedding, frequencies' divisors
@@ -263,6 +264,23 @@ def test_other_models_and_normalizers_are_refused(tmp_path: Path) -> None:
     pieces = Backend(models.Unigram([("<unk>", 0.0), (END_OF_TEXT, 0.0), ("a", -1.0)], unk_id=0))
     with pytest.raises(UserError, match="a Unigram model"):
         read_vocabulary(Tokenizer(pieces, END_OF_TEXT), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("gpt-oss", {"block_overrides": None, "n_layers": 2}, "windows of one size in the layers"),
+        ("gpt-oss", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("deepseek-v2-lite", {"n_layers": 3}, "q_lora_rank"),
+    ],
+)
+def test_shapes_that_llama_cpp_takes_for_granted_are_required(
+    case: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    name, values = GGUF_CASES[case]
+    model = decoder(settings(**{**SHAPE, **values, **change}))
+    with pytest.raises(UserError, match=message):
+        write_file(model, trained(), tmp_path / "model.gguf", architecture=name)
 
 
 @pytest.mark.parametrize(

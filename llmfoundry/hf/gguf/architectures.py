@@ -8,7 +8,7 @@ that llama.cpp's source code computes, as tests confirm. All other settings are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmfoundry.errors import UserError
 from llmfoundry.hf.architecture import (
+    GLU_LIMIT,
     HEADS_FILL,
     NO_QKV_BIAS,
     NORMALIZE,
@@ -46,12 +48,16 @@ class GGUFArchitecture:
         needs: requirements in addition to those of the transformers class.
         is_interleaved: the two elements of a rotary pair are adjacent in queries and keys.
         is_biased: every linear layer has a bias; it is zero if the model has none.
+        yarn: requirements on YaRN, which llama.cpp computes whatever a file says.
+        windows: whether each second layer has a sliding window, beginning with the first.
     """
 
     name: str
     needs: tuple[Requirement, ...]
     is_interleaved: bool = False
     is_biased: bool = False
+    yarn: tuple[Requirement, ...] = ()
+    windows: bool = False
 
 
 def _scaling(*types: str) -> Requirement:
@@ -86,9 +92,25 @@ YARN_BOUNDS = (
     ),
     Requirement(f"{ROPE_SCALING}.truncate", True),
 )
-"""What llama.cpp computes of YaRN whatever a file says; every architecture requires it."""
+"""What llama.cpp computes of YaRN whatever a file says."""
+ROUNDED = (
+    "model.attn_config.rope_hf_config.truncate: false is computed by llama.cpp with rounded bounds,"
+    " as it does for the published gpt-oss"
+)
 _LLAMA = GGUFArchitecture(
     "llama", (SILU, _scaling("linear", "llama3", "yarn")), is_interleaved=True
+)
+
+LITE_LAYERS = (26, 27)  # by which llama.cpp knows a model without latent queries
+_LATENT = (
+    SILU,
+    _scaling(),
+    Requirement(
+        "attn_config.q_lora_rank",
+        None,
+        lambda c: c.attn_config.q_lora_rank is not None or c.n_layers in LITE_LAYERS,
+        "a number, unless n_layers is 26 or 27",
+    ),
 )
 
 SHAPES: dict[str, GGUFArchitecture] = {
@@ -104,14 +126,29 @@ SHAPES: dict[str, GGUFArchitecture] = {
     "Qwen3ForCausalLM": GGUFArchitecture("qwen3", (SILU, STRETCHED, NO_QKV_BIAS)),
     "Qwen3MoeForCausalLM": GGUFArchitecture("qwen3moe", (SILU, STRETCHED, NO_QKV_BIAS, SUM_TO_ONE)),
     "DbrxForCausalLM": GGUFArchitecture("dbrx", (SILU, STRETCHED, SUM_TO_ONE)),
+    "GptOssForCausalLM": GGUFArchitecture(
+        "gpt-oss",
+        (
+            *(STRETCHED, NO_SCALE, Requirement(GLU_LIMIT, 7.0)),
+            Requirement("tie_word_embeddings", False),
+        ),
+        is_biased=True,
+        yarn=YARN_BOUNDS[:2],
+        windows=True,
+    ),
+    "DeepseekV2ForCausalLM": GGUFArchitecture(
+        "deepseek2", (*_LATENT, Requirement("ffn_config.moe_n_group", None, must="null"))
+    ),
+    "DeepseekV3ForCausalLM": GGUFArchitecture("deepseek2", _LATENT),
 }
 
 
 def _narrowed(name: str) -> Architecture:
     """Return the entry of a class with llama.cpp's requirements added, and without windows."""
-    architecture = ARCHITECTURES[name]
-    needs = (*architecture.needs, *SHAPES[name].needs, *YARN_BOUNDS)
-    return replace(architecture, needs=needs, windows=None)
+    architecture, shape = ARCHITECTURES[name], SHAPES[name]
+    needs = (*architecture.needs, *shape.needs, *(shape.yarn or YARN_BOUNDS))
+    windows = architecture.windows if shape.windows else None
+    return replace(architecture, needs=needs, windows=windows)
 
 
 def choose(config: ResolvedModelConfig, architecture: str | None) -> str:
@@ -124,12 +161,26 @@ def choose(config: ResolvedModelConfig, architecture: str | None) -> str:
     Raises:
         UserError: llama.cpp cannot compute the model; the error names each setting in the way.
     """
-    return choose_architecture(
+    name = choose_architecture(
         config,
         architecture,
         {name: _narrowed(name) for name in SHAPES},
         engine="llama.cpp",
         advice="write to=hf",
+    )
+    sizes = [layer.window for layer in config.layers()]
+    if SHAPES[name].windows and not _alternates(sizes):
+        raise UserError(
+            f"model: llama.cpp's {SHAPES[name].name} has windows of one size in the layers 0, 2, 4,"
+            " … and none in the others; write to=hf"
+        )
+    return name
+
+
+def _alternates(sizes: Sequence[int]) -> bool:
+    """Return whether each second layer has the same window (-1: none), beginning with the first."""
+    return sizes[0] > 0 and all(
+        size == (-1 if index % 2 else sizes[0]) for index, size in enumerate(sizes)
     )
 
 
@@ -154,11 +205,16 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
     writer.add_context_length(config.max_seq_len)
     writer.add_embedding_length(config.d_model)
     writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(ffn.ffn_hidden_size)
+    writer.add_feed_forward_length(ffn.dense_hidden_size or ffn.ffn_hidden_size)
     writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(attn.kv_n_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
+    if not attn.is_latent:
+        writer.add_head_count_kv(attn.kv_n_heads)
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+    else:
+        _add_latent(writer, config)
+    if SHAPES[name].windows:
+        writer.add_sliding_window(config.layers()[0].window + 1)  # with the token
 
     # norms and positions
     if config.norm_type.endswith("rmsnorm"):
@@ -166,7 +222,7 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
     else:
         writer.add_layer_norm_eps(config.norm_eps)
     if attn.rope:
-        writer.add_rope_dimension_count(head)
+        writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_rope_freq_base(attn.rope_theta)
         _add_scaling(writer, attn.rope_hf_config)
     if attn.alibi:
@@ -181,6 +237,37 @@ def add_settings(writer: Any, config: ResolvedModelConfig, name: str) -> None:
         writer.add_expert_count(ffn.moe_num_experts)
         writer.add_expert_used_count(ffn.moe_top_k)
         writer.add_expert_feed_forward_length(ffn.ffn_hidden_size)
+    if SHAPES[name].name == "deepseek2":
+        _add_deepseek_experts(writer, config)
+
+
+def _add_latent(writer: Any, config: ResolvedModelConfig) -> None:
+    """Write the sizes of latent attention; its cache is that of one head of latents."""
+    attn = config.attn_config
+    writer.add_head_count_kv(1)
+    writer.add_key_length(attn.kv_lora_rank + attn.qk_rope_head_dim)
+    writer.add_value_length(attn.kv_lora_rank)
+    writer.add_key_length_mla(config.head_dim)
+    writer.add_value_length_mla(config.value_dim)
+    writer.add_kv_lora_rank(attn.kv_lora_rank)
+    if attn.q_lora_rank is not None:
+        writer.add_q_lora_rank(attn.q_lora_rank)
+
+
+def _add_deepseek_experts(writer: Any, config: ResolvedModelConfig) -> None:
+    """Write how DeepSeek's tokens choose their experts."""
+    from gguf import ExpertGatingFuncType
+
+    ffn = config.ffn_config
+    is_sigmoid = ffn.moe_scoring_func == "sigmoid"
+    writer.add_leading_dense_block_count(ffn.first_k_dense_replace or 0)
+    writer.add_expert_shared_count((ffn.shared_expert_hidden_size or 0) // ffn.ffn_hidden_size)
+    writer.add_expert_weights_scale(ffn.moe_routed_scaling_factor or 1.0)
+    writer.add_expert_weights_norm(ffn.moe_normalize_expert_weights is not None)
+    writer.add_expert_gating_func(ExpertGatingFuncType["SIGMOID" if is_sigmoid else "SOFTMAX"])
+    if ffn.moe_n_group:
+        writer.add_expert_group_count(ffn.moe_n_group)
+        writer.add_expert_group_used_count(ffn.moe_topk_group)
 
 
 def _add_scaling(writer: Any, scaling: ResolvedRopeConfig) -> None:
@@ -219,8 +306,13 @@ def computed_tensors(config: ResolvedModelConfig) -> Mapping[str, Tensor]:
 
 def remarks(config: ResolvedModelConfig, name: str) -> list[str]:
     """Return a line for each difference between llama.cpp's computation and the model."""
+    lines, scaling = [], config.attn_config.rope_hf_config
     uses_gelu = config.ffn_config.activation[0] == "gelu" and GELU in SHAPES[name].needs
-    return [APPROXIMATED] if uses_gelu and not _is_tanh(config) else []
+    if uses_gelu and not _is_tanh(config):
+        lines.append(APPROXIMATED)
+    if scaling.type == "yarn" and scaling.truncate is False:
+        lines.append(ROUNDED)
+    return lines
 
 
 def _is_tanh(config: ResolvedModelConfig) -> bool:

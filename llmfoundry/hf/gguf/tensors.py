@@ -33,6 +33,11 @@ _EXPERT = re.compile(
     r".*\.(?P<block>\d+)\.(?:mlp|block_sparse_moe|ffn)\.experts\.(?:mlp\.)?"
     r"(?:(?P<expert>\d+)\.)?(?P<kind>w1|v1|w2|w3|gate_proj|up_proj|down_proj)(?:\.weight)?"
 )
+_GPT_OSS = re.compile(
+    r"model\.layers\.(?P<block>\d+)\.mlp\.experts\.(?P<name>gate_up_proj|down_proj)(?P<bias>_bias)?"
+)
+_KV_B = re.compile(r"model\.layers\.(?P<block>\d+)\.self_attn\.kv_b_proj\.weight")
+_RENAMED = re.compile(r"\.e_score_correction_bias$")
 _ROLES = {
     **dict.fromkeys(("w1", "gate_proj"), "FFN_GATE_EXP"),
     **dict.fromkeys(("v1", "w3", "up_proj"), "FFN_UP_EXP"),
@@ -75,6 +80,13 @@ def plan(
     transposed = _transposed(architecture, config)
     planned, experts = [], dict[str, list[LazyTensor]]()
     for source in sources:
+        # joint projections, which llama.cpp has apart
+        parts = [*_latent_heads(source, config)]
+        parts += _interleaved(source) if architecture == "GptOssForCausalLM" else ()
+        if parts:
+            planned += parts
+            continue
+
         # collect experts by layer; folders have them in the order of their indices
         match = _EXPERT.fullmatch(source.name) if is_mixture(config) else None
         if match:
@@ -84,7 +96,10 @@ def plan(
             continue
 
         # other tensors: rename, transpose, reorder rotary pairs
-        gguf_name = names.get_name(source.name, try_suffixes=(".weight", ".bias"))
+        hf_name = _RENAMED.sub(lambda found: found[0].replace("_bias", ".bias"), source.name)
+        if hf_name.endswith(".sinks"):
+            hf_name += ".weight"
+        gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise UserError(f"{source.name}: has no place in llama.cpp's {shape.name}")
         gguf_shape, read = source.shape, source.read
@@ -100,6 +115,47 @@ def plan(
     for name, tensor in computed_tensors(config).items():
         planned.append(GGUFTensor(name, tuple(tensor.shape), (partial(torch.clone, tensor),)))
     return planned
+
+
+def _interleaved(source: LazyTensor) -> Iterator[GGUFTensor]:
+    """Yield the tensors of gpt-oss's stacked experts: gate and up alternate, (E, in, out)."""
+    match = _GPT_OSS.fullmatch(source.name)
+    if match is None:
+        return
+    kind = "bias" if match["bias"] else "weight"
+    count, *sizes = source.shape
+    roles = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+    names = roles[match["name"]]
+    for index, name in enumerate(names):
+        step = len(names)
+
+        def part(stack: Tensor, index: int = index, step: int = step) -> Tensor:
+            rows = stack[..., index::step]
+            return rows if kind == "bias" else rows.transpose(1, 2)
+
+        out = sizes[-1] // step
+        shape = (count, out) if kind == "bias" else (count, out, sizes[0])
+        gguf_name = f"blk.{match['block']}.{name}.{kind}"
+        yield GGUFTensor(gguf_name, shape, (_then(source.read, part),))
+
+
+def _latent_heads(source: LazyTensor, config: ResolvedModelConfig) -> Iterator[GGUFTensor]:
+    """Yield the two parts of kv_b_proj (heads * (nope + value), latent): keys transposed."""
+    match = _KV_B.fullmatch(source.name)
+    if match is None:
+        return
+    attn, heads = config.attn_config, config.n_heads
+    nope, value, rank = attn.qk_nope_head_dim, config.value_dim, attn.kv_lora_rank
+
+    def keys(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (heads, -1))[:, :nope].transpose(1, 2)
+
+    def values(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (heads, -1))[:, nope:]
+
+    at = f"blk.{match['block']}.attn"
+    yield GGUFTensor(f"{at}_k_b.weight", (heads, rank, nope), (_then(source.read, keys),))
+    yield GGUFTensor(f"{at}_v_b.weight", (heads, value, rank), (_then(source.read, values),))
 
 
 def _transposed(architecture: str, config: ResolvedModelConfig) -> set[str]:
@@ -144,7 +200,7 @@ def tensor_type(tensor: GGUFTensor, dtype: str) -> str:
     whose rows are not a multiple of the Q8_0 block size is F16.
     """
     kind = TYPES[dtype]
-    if len(tensor.shape) < 2 or IN_FULL.fullmatch(tensor.name):
+    if len(tensor.shape) < 2 or tensor.name.endswith(".bias") or IN_FULL.fullmatch(tensor.name):
         return "F32"
     return "F16" if kind == "Q8_0" and tensor.shape[-1] % 32 else kind
 
