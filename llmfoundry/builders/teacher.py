@@ -32,6 +32,7 @@ from llmfoundry.data.order import stream_key
 from llmfoundry.data.preparation.output_folder import OutputFolder
 from llmfoundry.data.shard_index import read_index
 from llmfoundry.data.sources import OrderedStream, SequenceSource, Stream
+from llmfoundry.data.store_address import without_secrets
 from llmfoundry.data.store_errors import is_missing
 from llmfoundry.data.teacher import (
     FACTS,
@@ -152,8 +153,9 @@ class _Opening:
         except UserError as error:
             if not is_missing(error):
                 raise
+            place = without_secrets(folder.url)
             raise UserError(
-                f"{key}: has no teacher for loss=distill: {folder.url} has no {INDEX}; write it:"
+                f"{key}: has no teacher for loss=distill: {place} has no {INDEX}; write it:"
                 " python scripts/prepare_data.py RECIPE teacher=MODEL top_k=64, with the data keys"
                 " of this run"
             ) from error
@@ -286,8 +288,8 @@ def write_teacher(job: TeacherJob, data: RunData, opened: OpenedModel) -> None:
                 _write_units(_Writer(job, key, units, model, facts, place))
         except OSError as error:
             raise UserError(
-                f"teacher: cannot write {folder.url}: {error.strerror or error}; free space there,"
-                " and the same command continues"
+                f"teacher: cannot write {without_secrets(folder.url)}: {error.strerror or error};"
+                " free space there, and the same command continues"
             ) from error
 
 
@@ -389,8 +391,9 @@ def _begin(place: OutputFolder, facts: TeacherFacts) -> None:
     if different:
         name = different[0]
         raise UserError(
-            f"teacher: {place.folder} holds the tokens of {before.get('model')} with {name}"
-            f" {before.get(name)}, and not {now[name]}; delete it, or write prepare.output=FOLDER"
+            f"teacher: {without_secrets(place.folder)} holds the tokens of {before.get('model')}"
+            f" with {name} {before.get(name)}, and not {now[name]}; delete it, or write"
+            " prepare.output=FOLDER"
         )
 
 

@@ -22,6 +22,7 @@ from llmfoundry.data.held_out import HeldOut, MDSRows, TokenShards
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.shard_cache.shard_folder import ShardFolder
 from llmfoundry.data.sources import MDSColumn, MDSTokens, SequenceSource, TokenSource
+from llmfoundry.data.store_address import without_secrets
 from llmfoundry.data.supervised.packed_examples import SupervisedHeldOut, SupervisedSource
 from llmfoundry.data.supervised.prepare_rows import ExampleStore
 from llmfoundry.data.token_shards import TokenDataset
@@ -125,11 +126,13 @@ def read_facts(folder: ShardFolder) -> TeacherFacts:
     try:
         facts = msgspec.json.decode(folder.read(FACTS), type=TeacherFacts)
     except msgspec.DecodeError as error:
-        raise UserError(f"{folder.url}/{FACTS}: is damaged: {error}; prepare it again") from error
+        raise UserError(
+            f"{without_secrets(folder.url)}/{FACTS}: is damaged: {error}; prepare it again"
+        ) from error
     if facts.version != VERSION:
         raise UserError(
-            f"{folder.url}/{FACTS}: is of version {facts.version}, this program reads {VERSION};"
-            " prepare it again"
+            f"{without_secrets(folder.url)}/{FACTS}: is of version {facts.version}, this program"
+            f" reads {VERSION}; prepare it again"
         )
     return facts
 
