@@ -37,7 +37,6 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit((ALIBI,), "PyTorch's varlen attention adds no bias"),
         Limit((SOFTCAP,), "PyTorch's varlen attention has no softcap"),
         Limit((DROPOUT,), "PyTorch's varlen attention has no dropout"),
-        Limit((SINKS,), "PyTorch's varlen attention has no sinks"),
     ),
     # csrc/flash_attn/flash_api.cpp, 2.6.2 to 2.8.3: "Softcapping does not support dropout for now"
     "flash": (

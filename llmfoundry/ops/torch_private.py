@@ -30,6 +30,27 @@ def has_avx512_bf16() -> bool:
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
+def varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Return output (N, H, hd), log-sum-exp (H, N) and the state of dropout.
+
+    `torch_attn::_varlen_attn`, the operator below `varlen_attn`, whose log-sum-exp has no gradient.
+    Without it and `varlen_backward`, variable-length attention has no sinks.
+    """
+    importlib.import_module("torch.nn.attention.varlen")  # registers it
+    return cast(tuple[Tensor, ...], torch.ops.torch_attn._varlen_attn(q, k, v, **options))
+
+
+def varlen_backward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v: `torch_attn::_varlen_attn_backward`.
+
+    Args:
+        tensors: gradient of the output, q, k, v, output and log-sum-exp.
+        options: the others by name.
+    """
+    backward = torch.ops.torch_attn._varlen_attn_backward
+    return cast(tuple[Tensor, Tensor, Tensor], backward(*tensors, **options))
+
+
 def set_timeouts(group: dist.ProcessGroup, *, host: timedelta, device: timedelta) -> None:
     """Set the timeouts of collectives of a group, for gloo (host) and NCCL (device).
 

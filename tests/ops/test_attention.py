@@ -276,6 +276,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 CAP, DROP, BIAS, LOCAL = {"softcap": 5.0}, {"dropout": 0.1}, {"slopes": SLOPES}, {"window": 9}
+SINKS = {"sinks": True}
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 REFUSED = [
     ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash, flash3 or torch"),
@@ -381,6 +382,9 @@ CHOICES = [  # device, dtype, packed, spec, machine -> backend
     (CUDA, BF16, True, {}, {}, "varlen"),
     (CUDA, BF16, True, LOCAL, {}, "varlen"),
     (CUDA, BF16, False, LOCAL, {}, "varlen"),
+    (CUDA, BF16, False, SINKS, {}, "varlen"),
+    (CUDA, BF16, True, SINKS | LOCAL, {}, "varlen"),
+    (CUDA, FP32, True, SINKS, {}, "flex"),
     (CUDA, FP32, True, {}, {}, "flex"),
     (CUDA, FP32, False, LOCAL, {}, "flex"),
     (CUDA, BF16, False, BIAS, {}, "flex"),

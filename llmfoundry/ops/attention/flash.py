@@ -34,6 +34,7 @@ from llmfoundry.ops.attention.base import (
     document_segments,
     working_dtype,
 )
+from llmfoundry.ops.attention.sinks import attend_varlen
 from llmfoundry.ops.packed_layout import PackedLayout
 from llmfoundry.ops.torch_private import activate_fa3, activate_fa4, restore_fa2
 
@@ -70,7 +71,7 @@ def varlen_attend(
     """Return attention of q (B, T, H, hd) over k, v (B, S, KV, hd), (B, T, H, hd)."""
     from torch.nn.attention import varlen
 
-    assert not dropout and sinks is None, "plan refuses it"
+    assert not dropout, "plan refuses it"
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
     dtype, missing = working_dtype(v), -width % 8  # it takes heads of whole 16 bytes
     q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))
@@ -81,6 +82,12 @@ def varlen_attend(
         places = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
         borders = places * queries
         key_borders = borders if keys == queries else places * keys
+    if sinks is not None:
+        longest = plan.longest, plan.longest_keys
+        out = attend_varlen(
+            q, k, v, sinks, (borders, key_borders), longest, plan.spec.scale, plan.spec.window
+        )
+        return out.unflatten(0, (rows, queries))[..., :width]
     shared = {"enable_gqa": True} if k.shape[1] != heads else {}
     kernel: Callable[..., Any] = varlen.varlen_attn
     out = kernel(

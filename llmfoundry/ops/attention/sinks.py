@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmfoundry.ops.torch_private import varlen_backward, varlen_forward
+
 aten = torch.ops.aten
 
 
@@ -46,12 +48,7 @@ def attend_on_cpu(
 
 
 class _FlashOnCpu(torch.autograd.Function):
-    """PyTorch's flash kernel for CPUs with sinks.
-
-    The kernel's backward pass recomputes the weights as exp(logit - lse), and needs the sum of
-    grad * out. A sink adds to the log-sum-exp, and nothing to that sum because it has no value. The
-    kernel is therefore exact if it gets the output and the log-sum-exp with the sink.
-    """
+    """PyTorch's flash kernel for CPUs with sinks."""
 
     @staticmethod
     def forward(
@@ -67,8 +64,7 @@ class _FlashOnCpu(torch.autograd.Function):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # (B, H, T)
-        out = out * (lse - total).exp()[..., None].to(out.dtype)
+        out, total = _add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, bias, out, total)
         ctx.is_causal, ctx.scale = is_causal, scale
         return out
@@ -80,10 +76,93 @@ class _FlashOnCpu(torch.autograd.Function):
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, total, 0.0, ctx.is_causal, attn_mask=bias, scale=ctx.scale
         )
-        weight = (sinks.to(total.dtype)[:, None] - total).exp()  # (B, H, T), of the sink
-        dot = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
-        grad_sinks = -(weight * dot).sum((0, 2)).to(sinks.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None
+        return grad_q, grad_k, grad_v, _sinks_gradient(grad, out, total, sinks), None, None
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp with the sinks of a kernel's output and log-sum-exp.
+
+    FlashAttention's backward pass recomputes the weights as exp(logit - lse), and needs the sum of
+    grad * out. A sink adds to the log-sum-exp, and nothing to that sum because it has no value. The
+    backward pass is therefore exact if it gets these results.
+
+    Args:
+        out: (..., H, T, hd).
+        lse: (..., H, T).
+        sinks: (H,).
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * (lse - total).exp()[..., None].to(out.dtype), total
+
+
+def _sinks_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient (H,) of the sinks; grad and out (..., H, T, hd), total (..., H, T)."""
+    weight = (sinks.to(total.dtype)[:, None] - total).exp()  # of the sink
+    dot = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
+    return -(weight * dot).movedim(-2, 0).flatten(1).sum(1).to(sinks.dtype)
+
+
+def attend_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    borders: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Return attention with sinks, (N, H, hd), by PyTorch's variable-length attention.
+
+    Args:
+        q: (N, H, hd), the documents one after another.
+        k: (M, KV, hd).
+        v: (M, KV, hd).
+        sinks: (H,).
+        borders: (documents + 1,) int32 of the queries, and of the keys.
+        longest: most queries of a document, and most keys.
+        scale: factor on the logits.
+        window: earlier tokens that a token attends to; -1: all.
+    """
+    return _Varlen.apply(q, k, v, sinks, *borders, *longest, scale, window)
+
+
+class _Varlen(torch.autograd.Function):
+    """PyTorch's variable-length attention (FlashAttention 2, 3 or 4) with sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        borders: Tensor,
+        key_borders: Tensor,
+        longest: int,
+        longest_keys: int,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        shared = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+        ctx.options = {"max_q": longest, "max_k": longest_keys, "is_causal": window < 0}
+        ctx.options |= {"scale": scale, "window_size": [window, 0]}
+        places = {"cu_seq_q": borders, "cu_seq_k": key_borders}
+        out, lse, random_state = varlen_forward(q, k, v, **places, **ctx.options, **shared)
+        by_head, total = _add_sinks(out.transpose(0, 1), lse, sinks)
+        out = by_head.transpose(0, 1).contiguous()
+        ctx.save_for_backward(q, k, v, sinks, borders, key_borders, out, total, random_state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, borders, key_borders, out, total, random_state = ctx.saved_tensors
+        grad, places = grads[0].contiguous(), {"cu_seq_q": borders, "cu_seq_k": key_borders}
+        of_inputs = varlen_backward(
+            grad, q, k, v, out, total, rng_state=random_state, **places, **ctx.options
+        )
+        of_sinks = _sinks_gradient(grad.transpose(0, 1), out.transpose(0, 1), total, sinks)
+        return (*of_inputs, of_sinks, *[None] * 6)
 
 
 def with_sink_key(
