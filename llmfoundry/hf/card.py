@@ -187,7 +187,9 @@ BATCHES = {
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "DbrxForCausalLM",
+    "GptOssForCausalLM",
 }
+CANNOT_BATCH = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"}
 VLLM = {
     "MptForCausalLM": "vLLM: up to 0.28, the last release with MPT",
     "Starcoder2ForCausalLM": "vLLM, through its Transformers backend",
@@ -207,6 +209,8 @@ def engines(config: ModelConfig, architecture: str) -> list[str]:
         lines.append(f"**not** {BATCHING}: wrong tokens without an error, as it leaves ALiBi out")
     elif architecture in BATCHES:
         lines.append(BATCHING)
+    elif architecture in CANNOT_BATCH:
+        lines.append(f"not {BATCHING}: its cache cannot hold latent attention, and requests fail")
     elif is_own and config.attn_config.alibi:
         lines.append(f"not {BATCHING}, which cannot attend with ALiBi and is refused")
     elif is_own:

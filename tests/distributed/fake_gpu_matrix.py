@@ -100,7 +100,7 @@ def step_of(entry: Entry, batch: Batch) -> dict[str, str]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(matrix, "train_step", first),
-        mock.patch.object(matrix, "global_batch", lambda *_: batch),
+        mock.patch.object(matrix, "global_batch", lambda *_, **__: batch),
         mock.patch.object(dispatch, "_lengths", lengths),
         mock.patch.object(StepSums, "overflow", overflow),
         mock.patch.object(dispatch, "steps_of", lambda _: moe_steps),
@@ -120,7 +120,7 @@ def main(names: Sequence[str]) -> None:
     cuda.current_device, cuda.set_device = lambda: 0, lambda _: None
     for name in names:
         entry = replace(ROUTINE[name], accumulated=False)
-        batch = matrix.global_batch(0, entry.packed)
+        batch = matrix.global_batch(0, entry.packed, taught=entry.taught)
         size = entry.processes
         if size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

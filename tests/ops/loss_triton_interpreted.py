@@ -32,8 +32,8 @@ CASES: dict[str, dict[str, float]] = {
     "scaled and capped, z-loss": {"scale": 1.7, "softcap": 30.0, "z_weight": 0.01},
 }
 VOCABULARIES = ((50, None), (1000, TOKENS), (1024, 1))
-"""Sizes, and how many upstream gradients there are: less than a tile, no gradients; four tiles, the
-last one short; four full tiles, and one gradient expanded to all tokens."""
+"""Sizes, and how many upstream gradients there are: less than a tile, no gradients; two tiles, the
+last one short; two full tiles, and one gradient expanded to all tokens."""
 
 
 def make(vocabulary: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +193,7 @@ def sharded_distance() -> float:
 
 def shrink() -> None:
     """Several tiles along a row, cheaply."""
-    loss_triton.WIDTH, loss_triton.WARPS = 256, 1
+    loss_triton.WIDTH, loss_triton.WARPS = 512, 1
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from llmfoundry.recipe.adapter import PretrainedConfig
 from llmfoundry.recipe.after_training import ConvertRecipe
 from llmfoundry.recipe.finetune import FinetuneRecipe, load_run
 from llmfoundry.recipe.load import checked
+from tests.selection import slow_but
 from tests.tiny import finetune_recipe, losses, write_recipe
 from tests.train.here import dtypes, train_here
 
@@ -235,9 +236,12 @@ CALLS = ("data.paths=[calls.jsonl]", "data.validation_fraction=0", "data.format=
 
 
 ALONE_ROWS = "adapter.trainable_token_indices=new"
+TWO_ROWS = "adapter.trainable_token_indices=[101,50]"
 
 
-@pytest.mark.parametrize("trained", ["tied", "tables", "rows", "tied-rows"])
+@pytest.mark.parametrize(
+    "trained", slow_but(["tables", "tied-rows"], ["tied", "tables", "rows", "tied-rows"])
+)
 def test_tokens_of_a_recipe_gain_rows_that_train_and_go_out(place: Path, trained: str) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     base, name = f"rows-{trained}", f"calls-{trained}"
@@ -479,8 +483,9 @@ def test_on_transformers_class_peft_serves_it(place: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "tied", "words"),
     [
-        ("GPTNeoX", False, ("adapter.trainable_token_indices=[101,50]",)),
-        ("Gemma3Text", True, ("adapter.trainable_token_indices=[101,50]",)),  # scales its embedding
+        pytest.param("GPTNeoX", False, (TWO_ROWS,), marks=pytest.mark.slow),
+        # scales its embedding
+        pytest.param("Gemma3Text", True, (TWO_ROWS,), marks=pytest.mark.slow),
         ("Llama", True, (ALONE_ROWS, RESIZE, "tokenizer.add_tokens=['<|call|>','<|result|>']")),
     ],
 )

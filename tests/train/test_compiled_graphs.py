@@ -85,7 +85,7 @@ print(json.dumps([per_block, len(graphs), dict(counters["graph_break"])]))
     [
         # FlexAttention, which ALiBi needs, is not eager
         (("mpt-125m", "model.attn_config.alibi=false"), 58),
-        (("llama-1b",), 123),
+        pytest.param(("llama-1b",), 123, marks=pytest.mark.slow),
         (("dbrx-mini",), 133),
     ],
 )
