@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from torch.nn.attention import flex_attention
+from torch.nn.attention import flex_attention, varlen
 
 from llmfoundry.errors import UserError
 from llmfoundry.ops.attention import flash
@@ -277,6 +277,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 CAP, DROP, BIAS, LOCAL = {"softcap": 5.0}, {"dropout": 0.1}, {"slopes": SLOPES}, {"window": 9}
 SINKS = {"sinks": True}
+assert varlen  # imported here: `gpu` replaces what imports its parts
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 REFUSED = [
     ("sdpa", CAP, CUDA, BF16, {}, "has no softcap; write auto, flex, flash, flash3 or torch"),
