@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmfoundry.builders.pretrained import fill_class
 from llmfoundry.distributed.activation_checkpoint import wrap_blocks
 from llmfoundry.errors import UserError
-from llmfoundry.hf.causal_lm import HFCausalLM, visible
+from llmfoundry.hf.causal_lm import HFCausalLM
+from llmfoundry.hf.class_masks import visible
 from llmfoundry.hf.class_weights import check_class, class_config
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.ops.distillation import DistillationWeights
