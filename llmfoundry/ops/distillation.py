@@ -33,6 +33,8 @@ from llmfoundry.ops.loss import (
     cap_in_place,
     labelled_places,
     product_dtype,
+    save_gradients,
+    saved_gradients,
 )
 from llmfoundry.ops.packed_layout import IGNORE, TeacherTokens
 
@@ -142,8 +144,7 @@ class _LinearDistillation(torch.autograd.Function):
             if grad is not None:
                 run.add_gradients(part, grad)
         cross_entropy, divergence, z_loss = sums.unbind()
-        ctx.save_for_backward(run.grad_hidden, run.grad_weight)
-        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
+        save_gradients(ctx, run, weight.dtype, options.scale)
         ctx.mark_non_differentiable(cross_entropy, divergence, z_loss)
         ctx.set_materialize_grads(False)
         total = by.cross_entropy * cross_entropy + divergence + z_loss
@@ -151,13 +152,7 @@ class _LinearDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grads[0] * ctx.scale  # the factor on the logits, applied once per gradient
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:  # multiply in fp32: a bf16 scale has an error of up to 0.4 %
-            grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, *[None] * 6
+        return *saved_gradients(ctx, grads[0]), *[None] * 6
 
 
 class _Chunk(NamedTuple):

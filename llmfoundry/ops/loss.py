@@ -116,20 +116,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 z_total += (z_loss if factor is None else z_loss * factor).sum()
         if options.z_weight:
             total += z_total
-        ctx.save_for_backward(run.grad_hidden, run.grad_weight)
-        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
+        save_gradients(ctx, run, weight.dtype, options.scale)
         ctx.mark_non_differentiable(z_total)
         return total, z_total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grads[0] * ctx.scale  # the factor on the logits, applied once per gradient
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:  # multiply in fp32: a bf16 scale has an error of up to 0.4 %
-            grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return *saved_gradients(ctx, grads[0]), None, None, None
+
+
+def save_gradients(ctx: Any, run: HeadPass, weight_dtype: torch.dtype, scale: float) -> None:
+    """Save the gradients of a pass for `saved_gradients`."""
+    ctx.save_for_backward(run.grad_hidden, run.grad_weight)
+    ctx.weight_dtype, ctx.scale = weight_dtype, scale
+
+
+def saved_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the saved gradients of hidden states and head, times the loss's gradient, ()."""
+    scale = grad * ctx.scale  # the factor on the logits, applied once per gradient
+    grad_hidden, grad_weight = ctx.saved_tensors
+    if grad_hidden is not None:  # multiply in fp32: a bf16 scale has an error of up to 0.4 %
+        grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
+    if grad_weight is not None:
+        grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+    return grad_hidden, grad_weight
 
 
 def linear_log_probs(
