@@ -33,7 +33,7 @@ from llmfoundry.builders.run_context import RunContext, eval_rows
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint
 from llmfoundry.data.batch import SequenceBatch, TrainingSequence
-from llmfoundry.data.held_out import HeldOut
+from llmfoundry.data.held_out import HeldOut, WrappedHeldOut
 from llmfoundry.data.preparation.prepared_folder import cache_key
 from llmfoundry.data.sources import OrderedStream, SequenceSource
 from llmfoundry.data.supervised.packed_examples import SupervisedSource
@@ -86,7 +86,7 @@ class ReferencedSource:
         return _with(self.source.row(row), self.values[row])
 
 
-class ReferencedHeldOut:
+class ReferencedHeldOut(WrappedHeldOut):
     """Held-out data that adds the reference's log-probabilities to its sequences.
 
     Attributes:
@@ -95,17 +95,8 @@ class ReferencedHeldOut:
 
     def __init__(self, held_out: HeldOut) -> None:
         """Wrap held-out data."""
-        self.held_out, self.values = held_out, np.zeros((0, 1, 1), np.float32)
-        self.n_rows, self.texts = held_out.n_rows, held_out.texts
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the wrapped data."""
-        return self.held_out.n_bytes
-
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the wrapped data."""
-        return getattr(self.held_out, name)
+        super().__init__(held_out)
+        self.values = np.zeros((0, 1, 1), np.float32)
 
     def row(self, row: int, seq_len: int) -> TrainingSequence:
         """Return a sequence with the reference's log-probabilities."""

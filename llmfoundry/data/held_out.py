@@ -115,6 +115,28 @@ class MDSDocuments:
         return self._rows[seq_len]
 
 
+class WrappedHeldOut:
+    """Held-out data to whose sequences a subclass adds something; all else is the data's own.
+
+    Attributes:
+        held_out: the wrapped data.
+    """
+
+    def __init__(self, held_out: HeldOut) -> None:
+        """Wrap held-out data."""
+        self.held_out = held_out
+        self.n_rows, self.texts = held_out.n_rows, held_out.texts
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the wrapped data."""
+        return self.held_out.n_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        """Return other attributes of the wrapped data."""
+        return getattr(self.held_out, name)
+
+
 class Chain:
     """Several held-out texts in order. A sequence never spans two of them."""
 

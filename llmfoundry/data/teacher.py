@@ -18,7 +18,7 @@ import numpy as np
 
 from llmfoundry.data.batch import TeacherRows, TrainingSequence
 from llmfoundry.data.file_spec import FetchOptions
-from llmfoundry.data.held_out import HeldOut, MDSRows, TokenShards
+from llmfoundry.data.held_out import HeldOut, MDSRows, TokenShards, WrappedHeldOut
 from llmfoundry.data.mds.index import MDSIndex
 from llmfoundry.data.shard_cache.shard_folder import ShardFolder
 from llmfoundry.data.sources import MDSColumn, MDSTokens, SequenceSource, TokenSource
@@ -271,23 +271,13 @@ class TaughtSource:
         self._teacher.close()
 
 
-class TaughtHeldOut:
+class TaughtHeldOut(WrappedHeldOut):
     """Held-out data that adds a teacher's tokens to its sequences."""
 
     def __init__(self, held_out: HeldOut, seq_len: int, units: TaughtUnits, teacher: TeacherStore):
         """Wrap held-out data that is read in sequences of `seq_len` tokens."""
-        self.held_out, self._units, self._teacher = held_out, units, teacher
-        self._seq_len = seq_len
-        self.n_rows, self.texts = held_out.n_rows, held_out.texts
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the wrapped data."""
-        return self.held_out.n_bytes
-
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the wrapped data."""
-        return getattr(self.held_out, name)
+        super().__init__(held_out)
+        self._units, self._teacher, self._seq_len = units, teacher, seq_len
 
     def row(self, row: int, seq_len: int) -> TrainingSequence:
         """Return a sequence with the teacher's tokens."""
