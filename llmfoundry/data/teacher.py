@@ -259,6 +259,7 @@ class TaughtSource:
         facts = teacher.facts
         self.fingerprint = f"{source.fingerprint}:{facts.weights}:{facts.top_k}:{facts.seq_len}"
         self.where, self.prefetch = source.where, source.prefetch
+        self.tokens_left_out = getattr(source, "tokens_left_out", 0)
 
     def row(self, row: int) -> TrainingSequence:
         """Return sequence number `row` with the teacher's tokens."""

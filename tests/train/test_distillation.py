@@ -20,7 +20,7 @@ from llmfoundry.builders.data import RunData, open_data
 from llmfoundry.builders.teacher import with_teacher
 from llmfoundry.builders.tokenizer import make_tokenizer
 from llmfoundry.cli.commands.prepare_data import prepare_data
-from llmfoundry.data.sources import OrderedStream
+from llmfoundry.data.sources import OrderedStream, tokens_left_out
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.plan.memory import estimate
@@ -110,6 +110,11 @@ def test_stored_tokens_are_the_teachers_of_the_next_token(folder: Path) -> None:
         torch.testing.assert_close(at_ids, right, rtol=0, atol=1e-5)
         stored = torch.tensor(log_probs).double()
         torch.testing.assert_close(stored, right, rtol=1e-3, atol=1e-4)
+
+
+def test_tokens_that_no_sequence_has_are_counted_as_without_a_teacher(folder: Path) -> None:
+    _, data = opened("max_seq_len=31")
+    assert tokens_left_out(data.streams) == source_of(data).source.tokens_left_out > 0
 
 
 def test_other_sequence_lengths_read_the_same_positions(folder: Path) -> None:
