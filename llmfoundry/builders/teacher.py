@@ -48,6 +48,7 @@ from llmfoundry.data.teacher import (
     columns,
     narrow,
     open_folder,
+    parse_facts,
     read_facts,
 )
 from llmfoundry.data.text.tokenizer import Tokenizer
@@ -376,23 +377,21 @@ def _begin(place: OutputFolder, facts: TeacherFacts) -> None:
     """Write the metadata, or compare it with that of the folder.
 
     Raises:
-        UserError: the folder has the tokens of another teacher, or of other data.
+        UserError: the folder has the tokens of another teacher, or of other data, or the metadata
+            is damaged.
     """
     data = place.read(FACTS)
     if data is None:
         place.write(FACTS, msgspec.json.format(msgspec.json.encode(facts)))
         return
-    try:
-        before = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        before = {}
+    before = msgspec.to_builtins(parse_facts(data, place.folder))
     now = msgspec.to_builtins(facts)
-    different = [name for name in now if before.get(name) != now[name] and name != "model"]
+    different = [name for name in now if before[name] != now[name] and name != "model"]
     if different:
         name = different[0]
         raise UserError(
-            f"teacher: {without_secrets(place.folder)} holds the tokens of {before.get('model')}"
-            f" with {name} {before.get(name)}, and not {now[name]}; delete it, or write"
+            f"teacher: {without_secrets(place.folder)} holds the tokens of {before['model']}"
+            f" with {name} {before[name]}, and not {now[name]}; delete it, or write"
             " prepare.output=FOLDER"
         )
 

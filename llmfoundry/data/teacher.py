@@ -123,16 +123,25 @@ def read_facts(folder: ShardFolder) -> TeacherFacts:
     Raises:
         UserError: it is missing or damaged.
     """
+    return parse_facts(folder.read(FACTS), folder.url)
+
+
+def parse_facts(data: bytes, url: str) -> TeacherFacts:
+    """Return the contents of the teacher.json of a folder.
+
+    Raises:
+        UserError: it is damaged, or of another version.
+    """
+    where = without_secrets(url)
+    advice = f"delete {where}, and prepare it again"
     try:
-        facts = msgspec.json.decode(folder.read(FACTS), type=TeacherFacts)
+        facts = msgspec.json.decode(data, type=TeacherFacts)
     except msgspec.DecodeError as error:
-        raise UserError(
-            f"{without_secrets(folder.url)}/{FACTS}: is damaged: {error}; prepare it again"
-        ) from error
+        raise UserError(f"{where}/{FACTS}: is damaged: {error}; {advice}") from error
     if facts.version != VERSION:
         raise UserError(
-            f"{without_secrets(folder.url)}/{FACTS}: is of version {facts.version}, this program"
-            f" reads {VERSION}; prepare it again"
+            f"{where}/{FACTS}: is of version {facts.version}, this program reads {VERSION};"
+            f" {advice}"
         )
     return facts
 

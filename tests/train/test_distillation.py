@@ -336,6 +336,11 @@ def test_what_does_not_fit_is_one_line(folder: Path, own_cache: str, tmp_path: P
         facts.write_text(json.dumps(found | {key: "0"}))
         with pytest.raises(UserError, match=words):
             opened(own_cache)
+    # a damaged file: both say what helps
+    facts.write_text("{")
+    for use in (opened, prepare):
+        with pytest.raises(UserError, match=r"is damaged: .*; delete .*/teacher, and prepare"):
+            use(own_cache)
 
 
 def test_every_stream_of_a_mixture_needs_a_teacher(
