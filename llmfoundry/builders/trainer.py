@@ -78,6 +78,7 @@ from llmfoundry.models.float8 import float8_refusal, use_float8, use_float8_expe
 from llmfoundry.models.init import padded_rows
 from llmfoundry.models.quantized import value_count
 from llmfoundry.models.tensor_parallel import all_stacked_rows
+from llmfoundry.ops.moe.fp8 import method_of
 from llmfoundry.plan.communication import spanning
 from llmfoundry.plan.fit import (
     check_workers,
@@ -422,7 +423,8 @@ def _compute_in_float8(
     layers, rest = f"{len(names)} linear layers of blocks", ""
     if recipe.model.ffn_config.ffn_type == "dmoe":
         reason = use_float8_experts(model, device, emulate=emulate)
-        layers += "" if reason is not None else " and all experts"
+        method = method_of(device, emulate=emulate)
+        layers += "" if reason is not None else f" and all experts ({method})"
         rest = "" if reason is None else f"; experts stay bf16: {reason}"
     note(
         f"precision: amp_fp8 ({recipe.fp8_recipe}): {layers} in fp8{rest}; MFU is not shown, as its"

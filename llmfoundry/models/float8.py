@@ -3,9 +3,9 @@
 Entry points: `use_float8` and `use_float8_experts`, which `builders/trainer.py` calls on the meta
 device before the model is sharded. A dense linear layer of a block then casts its input, its weight
 and the gradient of its output to fp8 with dynamic scales, for each matmul (torchao's
-Float8Linear). Experts use the grouped matmuls of `ops/moe/fp8.py`. Stored weights, gradients and
-everything else are as under amp_bf16. Embedding, head and routers stay bf16, as in torchao and
-torchtitan.
+Float8Linear). Experts use the grouped matmuls of `ops/moe/fp8.py`, rowwise or MXFP8. Stored
+weights, gradients and everything else are as under amp_bf16. Embedding, head and routers stay bf16,
+as in torchao and torchtitan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.layers import Linear
 from llmfoundry.models.moe import MoE
 from llmfoundry.ops.moe import fp8
+from llmfoundry.ops.moe.gpu import steps_of
 
 _KEY = "precision: amp_fp8"
+_MULTIPLE = 16  # of the sides of a weight
 _LEAST_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 
 
@@ -87,17 +89,26 @@ def use_float8_experts(model: Decoder, device: torch.device, *, emulate: bool) -
         if reason is not None:
             return reason
         _check_sides(f"{name}.experts", layer.experts.f, layer.experts.d)
+    method = fp8.method_of(device, emulate=emulate)
+    multiple = fp8.METHODS[method].multiple
+    for name, layer in layers.items():
+        f, d = layer.experts.f, layer.experts.d
+        if f % multiple or d % multiple:
+            return f"blocks.{name}.experts is {f} x {d}, and {method} takes multiples of {multiple}"
+    reason = fp8.fault(device, steps_of(device)) if method == fp8.MXFP8 else None
+    if reason is not None:
+        return reason
     for layer in layers.values():
-        layer.experts.fp8 = fp8.EMULATED if emulate else fp8.SCALED
+        layer.experts.fp8 = method
     return None
 
 
 def _check_sides(name: str, rows: int, columns: int) -> None:
     """Raise a UserError unless fp8 matmuls take a weight of these sides."""
-    if rows % fp8.MULTIPLE or columns % fp8.MULTIPLE:
+    if rows % _MULTIPLE or columns % _MULTIPLE:
         raise UserError(
             f"{_KEY}: blocks.{name} is {rows} x {columns}, and fp8 matmuls take multiples of"
-            f" {fp8.MULTIPLE}; write amp_bf16, or other sizes"
+            f" {_MULTIPLE}; write amp_bf16, or other sizes"
         )
 
 

@@ -31,6 +31,7 @@ from llmfoundry.ops.activations import to_text
 from llmfoundry.ops.devices import kind_of, to_autocast_dtype
 from llmfoundry.ops.moe.dispatch import TokenExchange
 from llmfoundry.ops.moe.experts import Experts, LowRankExperts
+from llmfoundry.ops.moe.fp8 import METHODS
 from llmfoundry.ops.moe.gpu import steps_of
 from llmfoundry.ops.moe.mixture import mixture
 from llmfoundry.ops.nf4 import Nf4Layout, dequantize
@@ -144,13 +145,13 @@ class ExpertWeights(nn.Module):
         weights = {n: w for n, w in self.named_parameters() if n in self.MATRICES}
         self.copies = {name: w.detach().bfloat16() for name, w in weights.items()}
         if self.fp8 is not None:
-            steps = steps_of(self.w1.device)
+            steps, scales = steps_of(self.w1.device), METHODS[self.fp8].scales
             copies = [_local(copy).view(-1, self.f, self.d) for copy in self.copies.values()]
             self.quantized = tuple(
                 tensor
                 for copy in copies
                 for matrices in (copy, copy.transpose(1, 2).contiguous())
-                for tensor in steps.quantize(matrices)
+                for tensor in scales.matrices(matrices, steps)
             )
 
     def forget_casts(self) -> None:

@@ -309,16 +309,20 @@ def scaled_grouped_mm(
     Args:
         left: (N, K) float8_e4m3fn, row-major.
         right: (E, K, M) float8_e4m3fn, column-major.
-        left_scales: (N,) fp32.
-        right_scales: (E, M) fp32.
+        left_scales: (N,) fp32; for MXFP8 the result of `swizzle_scales` in `ops/moe/experts.py`.
+        right_scales: (E, M) fp32; for MXFP8 (E, S), the same of each expert's M columns.
         ends: (E,) int32, end of each expert's rows.
 
     Returns:
         (N, M) in bfloat16.
     """
+    is_mx = left_scales.dtype == torch.uint8
+    if is_mx:
+        left_scales = left_scales.view(torch.float8_e8m0fnu)
+        right_scales = right_scales.view(torch.float8_e8m0fnu)
     return torch._scaled_grouped_mm(
         left, right, left_scales, right_scales, offs=ends, out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        use_fast_accum=not is_mx,  # of Hopper
     )  # fmt: skip
 
 

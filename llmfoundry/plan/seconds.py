@@ -323,7 +323,7 @@ def _work(
 
     # matmuls of the blocks
     dense = recipe.fp8_recipe is not None and reached.fp8 > 0
-    experts = dense and reached.gpu.fp8_experts and model.ffn_config.moe_impl == "grouped_mm"
+    experts = dense and _has_fp8_experts(model, reached.gpu)
     for block, n in parts(model)[1:]:
         matmuls = [*products(block, model, degrees, tokens)]
         of_inputs, of_weights = ([m.backward()[i] for m in matmuls] for i in (0, 1))
@@ -350,6 +350,13 @@ def _work(
     return Computation(
         forward.plus(attention), backward.plus(attention.times(BACKWARD_OF_FORWARD)), again, ends
     )
+
+
+def _has_fp8_experts(model: ResolvedModelConfig, gpu: Gpu) -> bool:
+    """Return whether a GPU multiplies a model's experts in 8 bits; see `ops/moe/fp8.py`."""
+    sides = (model.d_model, model.ffn_config.ffn_hidden_size)
+    fits = not any(side % gpu.fp8_multiple for side in sides)
+    return gpu.fp8_experts and fits and model.ffn_config.moe_impl == "grouped_mm"
 
 
 def _over(part: float, total: float) -> float:

@@ -75,7 +75,9 @@ class Gpu:
     price: Annotated[float, _RATE] = 0.0
     """Typical price of a GPU-hour in US dollars; 0: not known."""
     fp8_experts: bool = False
-    """Whether PyTorch multiplies stacked experts in 8 bits on it: NVIDIA Hopper."""
+    """Whether PyTorch multiplies stacked experts in 8 bits on it: NVIDIA Hopper and Blackwell."""
+    fp8_multiple: Annotated[int, Range(1, 1024)] = 16
+    """What both sides of an expert's matrix must be multiples of for it: 32 on Blackwell."""
 
 
 # fmt: off
@@ -151,13 +153,14 @@ the CPU's; of a GH200 with its CPU; of a die of MI250X half of 560 W. Prices are
 prices of three clouds: lambda.ai/instances (2026-09-20, nodes of 8 where there are some),
 coreweave.com/pricing (2026-09-20, a node's price by its GPUs) and runpod.io/pricing, Secure Cloud
 (2026-10-07 and 2026-11-09). In that autumn, an hour of an H100 cost from 2.7 to 12.3 dollars."""
-_HOPPER = {"GH200", "H200", "H100"}
+_HOPPER, _BLACKWELL = {"GH200", "H200", "H100"}, {"GB200", "B200"}
 GPUS = {
     name: dataclasses.replace(
         gpu,
         watts=_COSTS[name][0],
         price=_COSTS[name][1],
-        fp8_experts=name.split()[0] in _HOPPER,
+        fp8_experts=name.split()[0] in _HOPPER | _BLACKWELL,
+        fp8_multiple=32 if name in _BLACKWELL else 16,
     )
     for name, gpu in GPUS.items()
 }

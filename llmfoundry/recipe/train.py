@@ -121,10 +121,11 @@ class TrainRecipe:
     also weights, gradients and optimizer state in bfloat16, for half the memory, but small updates
     are lost. amp_fp8: as amp_bf16, with the dense linear layers of the blocks in 8-bit floating
     point (torchao, extra lowp), on GPUs that support it and with compile: true. On NVIDIA Hopper
-    also experts (moe_impl: grouped_mm), but for the gradients of their weights; their scales are
-    rowwise. A line names why experts stay bf16. Head and routers stay bf16, and so do evaluation
-    and export. Memory is estimated as for amp_bf16; a plan counts the time of these matmuls at the
-    GPU's rate in 8 bits, and of their casts."""
+    and Blackwell (compute capability 9 and 10) also experts (moe_impl: grouped_mm), but for the
+    gradients of their weights. Their scales are rowwise on Hopper. On Blackwell they are MXFP8, one
+    scale for 32 values. A line names why experts stay bf16. Head and routers stay bf16, and so do
+    evaluation and export. Memory is estimated as for amp_bf16; a plan counts the time of these
+    matmuls at the GPU's rate in 8 bits, and of their casts."""
     fp8_recipe: Annotated[str | None, choice(FP8_RECIPES), Only("precision", FP8)] = None
     """Granularity of the scales. rowwise (the default): one scale per row of an operand, more
     accurate. tensorwise: one scale per operand, faster."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmfoundry.ops.moe import experts as moe_steps
 from llmfoundry.ops.moe import triton_kernels as moe_triton
-from llmfoundry.ops.moe.experts import route
+from llmfoundry.ops.moe.experts import ScaledRows, route
 
 TOKENS, TOP_K, D, F = 5, 3, 300, 260
 
@@ -94,8 +94,7 @@ def lost(dtype: torch.dtype, device: str = "cpu") -> list[str]:
 def quantized(device: str = "cpu") -> dict[str, bool]:
     """Whether rows in fp8 and their scales are bit for bit those of PyTorch's step, by case.
 
-    Triton's interpreter casts to fp8 inexactly: ties and subnormal values are off by one step, and
-    where a mantissa is rounded up to the next power of two, its half is the result.
+    See `are_equal`.
     """
     generator = torch.Generator().manual_seed(5)
     found = {}
@@ -107,22 +106,64 @@ def quantized(device: str = "cpu") -> dict[str, bool]:
             rows[1:2, ..., 0] = 7 * 2.0**20  # the greatest of e4m3 is 7 times a power of two
             rows = rows.to(device, dtype)
             mine, right = moe_triton.quantize(rows), moe_steps.quantize(rows)
-            places = mine.values.view(torch.uint8) == right.values.view(torch.uint8)
-            if device == "cpu":
-                mine_wide, wide = mine.values.float(), right.values.float()
-                step = wide.abs().clamp_min(2**-6).log2().floor().exp2() / 8
-                is_power = wide.abs().log2() % 1 == 0
-                places |= (mine_wide - wide).abs() <= step
-                places |= is_power & (2 * mine_wide == wide)
-            found[f"{shape} in {str(dtype).removeprefix('torch.')}"] = (
-                mine.values.dtype == right.values.dtype
-                and bool(places.all())
-                and torch.equal(mine.scales, right.scales)
-            )
+            name = f"{shape} in {str(dtype).removeprefix('torch.')}"
+            found[name] = are_equal(mine, right)
     bad = torch.randn(4, 300, generator=generator).to(device)
     bad[1, 280], bad[2, 3] = float("nan"), float("inf")
     scales = moe_triton.quantize(bad).scales
     found["NaN and inf"] = scales.isnan().tolist() == [False, True, True, False]
+    return found
+
+
+def are_equal(mine: ScaledRows, right: ScaledRows) -> bool:
+    """Whether scales are equal bit for bit, and values, too; on a CPU but for the interpreter.
+
+    Triton's interpreter casts to fp8 inexactly: ties and subnormal values are off by one step, and
+    where a mantissa is rounded up to the next power of two, its half is the result.
+    """
+    places = mine.values.view(torch.uint8) == right.values.view(torch.uint8)
+    if mine.values.device.type == "cpu":
+        mine_wide, wide = mine.values.float(), right.values.float()
+        step = wide.abs().clamp_min(2**-6).log2().floor().exp2() / 8
+        is_power = wide.abs().log2() % 1 == 0
+        places |= (mine_wide - wide).abs() <= step
+        places |= is_power & (2 * mine_wide == wide)
+    has_types = mine.values.dtype == right.values.dtype and mine.scales.dtype == right.scales.dtype
+    return has_types and bool(places.all()) and torch.equal(mine.scales, right.scales)
+
+
+def quantized_to_mx(device: str = "cpu") -> dict[str, bool]:
+    """Whether sorted rows in MXFP8 and tiles of their scales are PyTorch's, by case.
+
+    With experts without rows, rows after the last end, columns of scales that do not fill a tile,
+    and several laps along a row; of rows, and of tokens that are gathered.
+    """
+    generator = torch.Generator().manual_seed(6)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens, n_experts, d in ((90, 4, 288), (300, 3, 1024), (0, 4, 32)):
+            rows = torch.randn(tokens, d // 32, 32, generator=generator)
+            rows *= torch.randn(tokens, d // 32, 1, generator=generator).exp() ** 8
+            rows[:1] = 0
+            rows[1:2, ..., 0] = 7 * 2.0**20  # the greatest of e4m3 is 7 times a power of two
+            rows = rows.flatten(1).to(device, dtype)
+            scores = torch.randn(tokens, n_experts, generator=generator)
+            scores[:, 1] = -100  # chosen by no token
+            experts = scores.topk(2).indices.to(device)
+            experts[::5, 1] = n_experts  # no expert
+            routing = route(experts, n_experts)
+            name = f"{tokens} tokens of {d} in {str(dtype).removeprefix('torch.')}"
+            pair = (m.gather_mx(rows, routing, 2) for m in (moe_triton, moe_steps))
+            found[f"{name}, gathered"] = are_equal(*pair)
+            ends = (routing.ends // 2).contiguous()
+            pair = (m.quantize_mx_rows(rows, ends) for m in (moe_triton, moe_steps))
+            found[name] = are_equal(*pair)
+    bad = torch.randn(4, 96, generator=generator).to(device)
+    bad[1, 70], bad[2, 3] = float("nan"), -float("inf")
+    tiles = moe_triton.quantize_mx_rows(bad, torch.tensor([4], dtype=torch.int32).to(device)).scales
+    spoilt = tiles.flatten()[:64].view(4, 16)[:, :3] == 255
+    is_bad = [[False] * 3, [False, False, True], [True, False, False], [False] * 3]
+    found["NaN and inf"] = spoilt.tolist() == is_bad and int((tiles == 255).sum()) == 2
     return found
 
 
@@ -164,4 +205,5 @@ if __name__ == "__main__":
     }
     found = {"distances": distances, "nan lost": lost(torch.bfloat16), "routes": routes()}
     found["quantized"] = quantized()
+    found["quantized to mxfp8"] = quantized_to_mx()
     print(json.dumps(found))

@@ -20,6 +20,7 @@ from llmfoundry.ops.attention.select import IMPLS, attend, refusal
 from llmfoundry.ops.loss import linear_cross_entropy, reference_cross_entropy
 from llmfoundry.ops.moe import fp8
 from llmfoundry.ops.moe import mixture as moe
+from llmfoundry.ops.moe.gpu import steps_of
 from llmfoundry.ops.packed_layout import IGNORE
 from tests.ops.moe_layers import LAYERS, Layer, choices, distances, gradients, inputs
 from tests.ops.plain_attention import DTYPES, GRID, TOLERANCE, Case, distance, plan
@@ -157,6 +158,7 @@ def test_triton_kernels(dtype: str, record_property: Record) -> None:
     assert all(kernels.routes("cuda").values())
     if torch.cuda.get_device_capability() >= (8, 9):
         assert all(kernels.quantized("cuda").values())
+        assert all(kernels.quantized_to_mx("cuda").values())
     for name, pairs in kernels.cases(DTYPES[dtype], "cuda", exact=True).items():
         error = max(kernels.distance(*pair) for pair in pairs)
         record_property(name, error)
@@ -180,7 +182,7 @@ def test_router_products_without_a_copy_of_the_tokens() -> None:
 
 
 FP8_LAYERS = {
-    "odd numbers of rows": Layer(tokens=37, d=64, f=48, biased=True),
+    "odd numbers of rows": Layer(tokens=37, d=64, f=96, biased=True),
     "experts that nobody chooses": Layer(tokens=300, d=128, f=256, load="first"),
     "an MLP": Layer(tokens=200, d=64, f=96, gated=False),
     "dbrx-mini's": MIXTURES["dbrx-mini's"],
@@ -193,10 +195,12 @@ def test_experts_in_fp8(record_property: Record) -> None:
     """PyTorch's matmuls against the emulation on the same device: only sums differ."""
     if fp8.refusal(CUDA, 16, emulate=False) is not None:
         pytest.skip("has no fp8 matmuls of experts")
+    method = fp8.method_of(CUDA, emulate=False)
+    assert method != fp8.MXFP8 or fp8.fault(CUDA, steps_of(CUDA)) is None
     errors = {}
     for name, layer in FP8_LAYERS.items():
         found = []
-        for how in (fp8.SCALED, fp8.EMULATED):
+        for how in (method, method + fp8.EMULATED):
             x, weights, w = inputs(layer, torch.bfloat16, "cuda")
             some = replace(w, fp8=how)
             y = moe.mixture(x, weights, choices(layer).to(CUDA), some, impl="grouped_mm")

@@ -1,7 +1,11 @@
-"""Experts in 8-bit floating point: rows of torchao, a float64 formula, shapes, and loss curves."""
+"""Experts in 8-bit floating point: rows of torchao, a float64 formula, and shapes.
+
+`test_moe_mxfp8.py` has what MXFP8 alone has: blocks, and tiles of scales.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmfoundry.ops.moe import experts as moe_steps
 from llmfoundry.ops.moe import gpu as moe_device
 from llmfoundry.ops.moe.experts import Experts, ScaledRows, quantize, route
-from llmfoundry.ops.moe.fp8 import EMULATED, SCALED, refusal
+from llmfoundry.ops.moe.fp8 import EMULATED, METHODS, MXFP8, ROWWISE, method_of, refusal
 from llmfoundry.ops.moe.mixture import mixture
 from tests.ops.moe_layers import Layer, choices, distances, gradients, inputs
 
@@ -25,21 +30,21 @@ LAYERS = {
 }
 
 
-def in_fp8(w: Experts, how: str = EMULATED, *, known: bool = False) -> Experts:
+def in_fp8(w: Experts, how: str = ROWWISE + EMULATED, *, known: bool = False) -> Experts:
     """The experts, multiplied in fp8; `known`: with matrices that are quantized beforehand."""
     every = [t for t in (w.w1, w.v1, w.w2) if t is not None] if known else []
     quantized = tuple(
         part
         for matrix in every
         for turned in (matrix.detach(), matrix.detach().transpose(1, 2).contiguous())
-        for part in quantize(turned)
+        for part in METHODS[how].scales.matrices(turned, moe_steps)
     )
     fields = (w.w1, w.v1, w.w2, w.b1, w.bv, w.b2)
     return Experts(*fields, activation=w.activation, fp8=how, quantized=quantized)
 
 
-def rounded(x: Tensor, dim: int) -> Tensor:
-    """Values of x as fp8 stores them, in float64, by torchao's formulas; gradients pass."""
+def rounded_rows(x: Tensor, dim: int) -> Tensor:
+    """Values of x as rowwise fp8 stores them, in float64, by torchao's formulas."""
     utils = pytest.importorskip("torchao.float8.float8_utils")
     granularity = pytest.importorskip("torchao.float8.config").ScalingGranularity.AXISWISE
     if not x.numel():
@@ -51,6 +56,17 @@ def rounded(x: Tensor, dim: int) -> Tensor:
     )  # fmt: skip
     values = utils.to_fp8_saturated(narrow.float() * scale, torch.float8_e4m3fn)
     return values.double() / scale.double()
+
+
+def rounded_blocks(x: Tensor, dim: int) -> Tensor:
+    """Values of x as MXFP8 stores them, in float64: in blocks, the power of two rounded up."""
+    blocks = x.detach().double().movedim(dim, -1).unflatten(-1, (-1, 32))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
+    values = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
+    return values.nan_to_num().flatten(-2).movedim(-1, dim)  # a block of zeros has the scale 0
+
+
+ROUNDED = {ROWWISE: rounded_rows, MXFP8: rounded_blocks}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -82,7 +98,7 @@ def test_a_row_that_is_not_finite_becomes_nan_alone(bad: float) -> None:
 
 
 def formula(
-    x: Tensor, weights: Tensor, experts: Tensor, w: Experts, grad: Tensor
+    x: Tensor, weights: Tensor, experts: Tensor, w: Experts, grad: Tensor, rounded: Any
 ) -> dict[str, Tensor]:
     """Output and gradients, token by token in float64, with operands rounded where fp8 reads them.
 
@@ -126,45 +142,54 @@ def formula(
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["quantized", "quantized before"])
+@pytest.mark.parametrize("method", ROUNDED)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-def test_output_and_gradients_are_those_of_rounded_operands(layer: Layer, known: bool) -> None:
+def test_output_and_gradients_are_those_of_rounded_operands(
+    layer: Layer, method: str, known: bool
+) -> None:
     """In fp32, so that rounding to fp8 is the only one; and matmuls in fp32 are another result."""
+    if method == MXFP8:
+        layer = replace(layer, d=64, f=96)
     x, weights, w = inputs(layer, torch.float32)
     experts = choices(layer)
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
-    exact = formula(x, weights, experts, w, grad)
+    exact = formula(x, weights, experts, w, grad, ROUNDED[method])
 
     def found(x: Tensor, weights: Tensor, w: Experts) -> dict[str, float]:
         y = mixture(x, weights, experts, w, impl="grouped_mm")
         return distances({"y": y.detach(), **gradients(y, x, weights, w)}, exact)
 
-    mine = found(x, weights, in_fp8(w, known=known))
+    mine = found(x, weights, in_fp8(w, method + EMULATED, known=known))
     plain = found(x, weights, w)
     assert max(mine.values()) < 2e-6
     assert layer.tokens == 0 or min(plain[name] for name in ("y", "x", "w1")) > 1e-2
 
 
-def test_known_quantized_matrices_change_no_bit() -> None:
-    layer = Layer(tokens=100, d=64, f=48, biased=True)
+@pytest.mark.parametrize("method", ROUNDED)
+def test_known_quantized_matrices_change_no_bit(method: str) -> None:
+    layer = Layer(tokens=100, d=64, f=96, biased=True)
     x, weights, w = inputs(layer, torch.bfloat16)
     found = []
     for known in (False, True):
-        y = mixture(x, weights, choices(layer), in_fp8(w, known=known), impl="grouped_mm")
+        some = in_fp8(w, method + EMULATED, known=known)
+        y = mixture(x, weights, choices(layer), some, impl="grouped_mm")
         found.append({"y": y, **gradients(y, x, weights, w)})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_rows_without_an_expert_change_no_result() -> None:
-    layer = Layer(d=32, f=48, top_k=1, biased=True)
+@pytest.mark.parametrize("method", ROUNDED)
+def test_rows_without_an_expert_change_no_result(method: str) -> None:
+    layer = Layer(d=32, f=64, top_k=1, biased=True)
     x, weights, w = inputs(layer, torch.bfloat16)
-    y = mixture(x, weights, choices(layer), in_fp8(w), impl="grouped_mm")
+    w = in_fp8(w, method + EMULATED)
+    y = mixture(x, weights, choices(layer), w, impl="grouped_mm")
 
     def spread(t: Tensor, value: float) -> Tensor:
         return torch.stack([t, torch.full_like(t, value)], 1).flatten(0, 1)
 
     wide = [spread(t, float("nan")) for t in (x, weights)]
     experts = spread(choices(layer), layer.experts)
-    found = mixture(*wide, experts, in_fp8(w), impl="grouped_mm")
+    found = mixture(*wide, experts, w, impl="grouped_mm")
     assert torch.equal(found[::2], y)
 
 
@@ -173,32 +198,35 @@ class Matmuls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scaled: list[tuple[Any, ...]] = []
+        self.scales: list[tuple[Any, ...]] = []
         function = torch._scaled_grouped_mm
 
-        def record(left: Tensor, right: Tensor, *args: Any, **settings: Any) -> Tensor:
+        def record(left: Tensor, right: Tensor, *scales: Tensor, **settings: Any) -> Tensor:
             self.scaled.append((tuple(left.shape), tuple(right.shape), right.stride()))
-            return function(left, right, *args, **settings)
+            self.scales.append((scales[0].dtype, *(tuple(each.shape) for each in scales)))
+            return function(left, right, *scales, **settings)
 
         monkeypatch.setattr(torch, "_scaled_grouped_mm", record)
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("method", ROUNDED)
 def test_pytorchs_operator_accepts_every_operand(
-    monkeypatch: pytest.MonkeyPatch, gated: bool, known: bool
+    monkeypatch: pytest.MonkeyPatch, method: str, gated: bool, known: bool
 ) -> None:
     """Its meta function checks dtypes, strides, scales and alignment, of fake tensors."""
-    layer = Layer(tokens=37, d=64, f=48, gated=gated, biased=True)  # an odd number of rows
+    layer = Layer(tokens=37, d=64, f=160, gated=gated, biased=True)  # an odd number of rows
     x, weights, w = inputs(layer, torch.bfloat16)
     matmuls, experts = Matmuls(monkeypatch), choices(layer)
-    some = in_fp8(w, SCALED, known=known)
+    some = in_fp8(w, method, known=known)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode, torch.no_grad():
         routing = route(mode.from_tensor(experts), layer.experts)
         tensors, how = some.flat()
         fake = Experts.from_flat([mode.from_tensor(t) for t in tensors], how)
         x, weights = mode.from_tensor(x), mode.from_tensor(weights)
         y, kept = moe_device.forward(x, weights, routing, fake, keep=True)
-        forward, matmuls.scaled = matmuls.scaled, []
+        forward, matmuls.scaled, matmuls.scales = matmuls.scaled, [], []
         back = moe_device.backward(y, x, weights, kept, routing, fake, frozen=False)
     n_in = 2 if gated else 1
     rows, (n, d, f) = 37 * layer.top_k, (layer.experts, layer.d, layer.f)
@@ -206,40 +234,62 @@ def test_pytorchs_operator_accepts_every_operand(
     out = ((rows, f), (n, f, d), (d * f, 1, f))
     assert forward == [*[into] * n_in, out]
     assert matmuls.scaled == [into, *[out] * n_in]
+    scales = {
+        ROWWISE: ((torch.float32, (rows,), (n, f)), (torch.float32, (rows,), (n, d))),
+        # 111 rows and 127 for each of 6 experts, and rows of a weight, in multiples of 128; columns
+        # of 2 and 5 blocks in multiples of 4
+        MXFP8: (
+            (torch.float8_e8m0fnu, (896, 4), (n, 256 * 4)),
+            (torch.float8_e8m0fnu, (896, 8), (n, 128 * 8)),
+        ),
+    }[method]
+    assert matmuls.scales == [scales[0], *[scales[1]] * n_in]  # of the backward pass
     assert y.shape == x.shape == back.x.shape and y.dtype == back.x.dtype == torch.bfloat16
     for gradient, tensor in zip(back.experts, w.tensors(), strict=True):
         assert (gradient is None) == (tensor is None)
         assert gradient is None or (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
 
 
-def test_without_rows_nothing_is_multiplied() -> None:
+@pytest.mark.parametrize("method", ROUNDED)
+def test_without_rows_nothing_is_multiplied(method: str) -> None:
     """PyTorch has no such operator for a CPU: a call would raise."""
-    layer = Layer(tokens=0, d=32, f=48, biased=True)
+    layer = Layer(tokens=0, d=32, f=64, biased=True)
     x, weights, w = inputs(layer, torch.bfloat16)
-    y = mixture(x, weights, choices(layer), in_fp8(w, SCALED), impl="grouped_mm")
+    y = mixture(x, weights, choices(layer), in_fp8(w, method), impl="grouped_mm")
     found = gradients(y, x, weights, w)
     assert y.shape == (0, 32) and not any(found[n].any() for n in ("w1", "v1", "w2", "b2"))
 
 
-def test_the_operators_keep_pytorchs_rules() -> None:
-    layer = Layer(d=32, f=48, biased=True)
+@pytest.mark.parametrize("method", ROUNDED)
+def test_the_operators_keep_pytorchs_rules(method: str) -> None:
+    layer = Layer(d=32, f=64, biased=True)
     x, weights, w = inputs(layer, torch.bfloat16)
     torch.library.opcheck(
         torch.ops.llmfoundry.moe_forward,
-        (x, weights, choices(layer), *in_fp8(w).flat(), True),
+        (x, weights, choices(layer), *in_fp8(w, method + EMULATED).flat(), True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_and_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert "Hopper" in str(refusal(torch.device("cpu"), 8, emulate=False))
     assert refusal(torch.device("cpu"), 8, emulate=True) is None
     assert "1024 experts" in str(refusal(cuda, 1024, emulate=True))
-    for capability, expected in (((9, 0), None), ((8, 9), "this is 8.9"), ((10, 0), "is 10.0")):
+    assert method_of(torch.device("cpu"), emulate=True) == "rowwise_emulated"
+    for capability, expected in (
+        ((9, 0), "rowwise"),
+        ((10, 0), "mxfp8"),
+        ((10, 3), "mxfp8"),
+        ((8, 9), None),
+        ((12, 0), None),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         found = refusal(cuda, 8, emulate=False)
-        assert found is None if expected is None else expected in str(found)
+        assert (found is None) == (expected is not None)
+        assert found is None or found.endswith("this is {}.{}".format(*capability))
+        assert expected is None or method_of(cuda, emulate=False) == expected
+        assert method_of(cuda, emulate=True) == f"{expected or ROWWISE}_emulated"
 
 
 def test_scaled_rows_keep_their_shape() -> None:

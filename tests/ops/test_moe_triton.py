@@ -24,6 +24,8 @@ TENSORS = {  # pointers to other than the rows' type
     "ends": "*i32",
     "values": "*fp8e4nv",
     "scales": "*fp32",
+    "tiles": "*u8",
+    "n_experts": "i32",
     "n_pairs": "i32",
     "n_chunks": "i32",
 }
@@ -33,6 +35,9 @@ KERNELS: dict[str, dict[str, Any]] = {  # DBRX's sizes
     "route_kernel": {"PAIRS": 4096},
     "gather_kernel": {"D": 6144, "K": 4},
     "quantize_kernel": {"D": 6144, "LARGEST": 448.0, "SMALLEST": 1e-12, "EXPONENT": 0x7F800000},
+    "quantize_mx_kernel": {"D": 10752, "K": 0, "EXPERTS": 16},
+    "quantize_mx_kernel of tokens": {"D": 6144, "K": 4, "EXPERTS": 16},
+    "quantize_mx_kernel of many experts": {"D": 7168, "K": 8, "EXPERTS": 256},
     "glu_kernel": {**GLU, "ACT": "silu"},
     "glu_kernel gelu": {**GLU, "ACT": "gelu"},
     "glu_backward_kernel": {**GLU, "ACT": "silu"},
@@ -80,6 +85,12 @@ def test_interpreted_rows_in_fp8_are_pytorchs(interpreted: dict[str, Any]) -> No
     assert [name for name, is_equal in interpreted["quantized"].items() if not is_equal] == []
 
 
+def test_interpreted_rows_in_mxfp8_are_pytorchs(interpreted: dict[str, Any]) -> None:
+    assert len(interpreted["quantized to mxfp8"]) == 13
+    cases = interpreted["quantized to mxfp8"].items()
+    assert [name for name, is_equal in cases if not is_equal] == []
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(80, "*bf16"), (90, "*bf16"), (90, "*fp32"), (100, "*bf16")]
 )
@@ -89,7 +100,7 @@ def test_kernels_compile_without_spills(
 ) -> None:
     from llmfoundry.ops.moe import triton_kernels as moe_triton
 
-    if name == "quantize_kernel" and capability < 90:
+    if name.startswith("quantize") and capability < 90:
         pytest.skip("A100 has no e4m3")
     kernel = getattr(moe_triton, name.split()[0])
     arguments = getattr(kernel, "arg_names", ())  # none in the interpreter

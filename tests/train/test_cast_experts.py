@@ -17,6 +17,7 @@ from llmfoundry.ops.moe import experts
 from llmfoundry.recipe.optimizer import GradientClippingConfig
 from llmfoundry.recipe.parallel import ActivationMemory, Degrees
 from llmfoundry.train.step import Guard, StepHooks, StepSettings, train_step
+from tests.models.test_decoder import SIZES
 from tests.train.test_moe_training import CPU, make_optimizer, make_root
 from tests.train.test_step import make_batch
 
@@ -86,7 +87,12 @@ def test_microbatches_share_a_copy(
     assert (before, after) == (2 * 3 * n_layers * each, 2 * 3 * n_layers * shared)
 
 
-def test_microbatches_share_matrices_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "step"), [("rowwise_emulated", "quantize"), ("mxfp8_emulated", "quantize_mx")]
+)
+def test_microbatches_share_matrices_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, method: str, step: str
+) -> None:
     monkeypatch.setattr(moe, "kind_of", lambda device: "cuda")
     quantized = []
 
@@ -94,12 +100,13 @@ def test_microbatches_share_matrices_in_fp8(monkeypatch: pytest.MonkeyPatch) -> 
         quantized.append(rows.ndim)
         return original(rows)
 
-    original = experts.quantize
-    monkeypatch.setattr(experts, "quantize", quantize)
+    monkeypatch.setitem(SIZES, "d_model", 32)  # a block of MXFP8
+    original = getattr(experts, step)
+    monkeypatch.setattr(experts, step, quantize)
     found, counts = [], []
     for once in (False, True):
         quantized.clear()
-        found.append(steps("grouped_mm", once=once, fp8="emulated", f=48)[0])
+        found.append(steps("grouped_mm", once=once, fp8=method, f=96)[0])
         counts.append(quantized.count(3))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     n_layers = len(list(mixtures(make_root())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from llmfoundry.errors import UserError
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.float8 import float8_refusal, use_float8, use_float8_experts
 from llmfoundry.models.moe import MoE
+from llmfoundry.ops.moe import fp8
 from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.optimizer import OptimizerConfig
 from llmfoundry.recipe.typed import build
@@ -184,7 +186,52 @@ def test_router_and_head_stay_as_they_are_and_experts_are_told() -> None:
     assert "Hopper" in str(use_float8_experts(model, torch.device("cpu"), emulate=False))
     assert layer.experts.experts().fp8 is None
     assert use_float8_experts(model, torch.device("cpu"), emulate=True) is None
-    assert layer.experts.experts().fp8 == "emulated"
+    assert layer.experts.experts().fp8 == "rowwise_emulated"
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "emulate", "method", "reason"),
+    [
+        ((9, 0), 48, False, "rowwise", None),
+        ((10, 0), 64, False, "mxfp8", None),
+        ((10, 3), 64, True, "mxfp8_emulated", None),
+        (
+            (10, 0),
+            48,
+            False,
+            None,
+            r"^blocks\.0\.ffn\.experts is 48 x 64, and mxfp8 .* of 32$",
+        ),
+        ((12, 0), 64, False, None, r"capability 9 .* and 10 .*, and this is 12\.0$"),
+    ],
+)
+def test_a_gpu_chooses_how_experts_multiply(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    width: int,
+    emulate: bool,
+    method: str | None,
+    reason: str | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fp8, "fault", lambda device, steps: None)
+    model = _mixture(MIXTURE | {"ffn_hidden_size": width})
+    found = use_float8_experts(model, torch.device("cuda"), emulate=emulate)
+    assert found is None if reason is None else re.search(reason, str(found))
+    (layer,) = (module for module in model.modules() if isinstance(module, MoE))
+    assert layer.experts.fp8 == method
+
+
+def test_experts_stay_bf16_where_the_mxfp8_of_a_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no CUDA here, which is as good as a PyTorch without the kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    model = _mixture(MIXTURE)
+    with torch.device("meta"):  # where the trainer builds models
+        found = use_float8_experts(model, torch.device("cuda"), emulate=False)
+    if not torch.cuda.is_available():
+        assert str(found).startswith("PyTorch's MXFP8 matmul failed: ")
+    (layer,) = (module for module in model.modules() if isinstance(module, MoE))
+    assert layer.experts.fp8 == (None if found else "mxfp8")
 
 
 @pytest.mark.parametrize(

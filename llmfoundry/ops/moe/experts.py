@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmfoundry.ops.activations import Activation, from_text
@@ -54,6 +55,12 @@ NO_ADAPTERS = LowRankExperts()
 E4M3_MAX = 448.0
 SMALLEST = 1e-12  # magnitude that a scale is computed for, as in torchao
 EXPONENT_BITS = 0x7F800000  # of a positive fp32 number
+MX_BLOCK = 32  # values that share a scale in MXFP8
+MX_CARRY = 0x1FFFFF  # raises the exponent of an fp32 number whose mantissa is above 1.75
+MX_EXPONENT = 8  # the greatest of e4m3 is 1.75 * 2^8
+MX_LARGEST = 254  # biased exponents of a scale and of its reciprocal add up to it
+MX_NAN = 255  # of e8m0
+TILE_ROWS, TILE_COLUMNS = 128, 4  # scales of a tile
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,10 @@ class Experts:
         activation: name and arguments, in the format of `activations.to_text`.
         low: adapters.
         packing: byte layout of one expert's matrix; None: not quantized.
-        fp8: how matmuls in fp8 are computed (`fp8.SCALED` or `EMULATED`); None: in the rows' dtype.
+        fp8: how matmuls in fp8 are computed, a key of `fp8.METHODS`; None: in the rows' dtype.
         quantized: values and scales of the matrices in fp8, if they are known: of w1, v1 and w2 in
-            this order, each quantized along d, (E, f, d) and (E, f), and along f, (E, d, f) and
-            (E, d).
+            this order, each quantized along d, with values (E, f, d), and along f, with values
+            (E, d, f). The scales have the shape that the method needs.
     """
 
     w1: Tensor
@@ -230,19 +237,24 @@ class Gradients(NamedTuple):
 
 
 class ScaledRows(NamedTuple):
-    """Rows in 8-bit floating point, each with a scale.
+    """Rows in 8-bit floating point, with scales.
 
     Attributes:
         values: (..., K), float8_e4m3fn.
-        scales: (...), fp32: factors of the values.
+        scales: factors of the values: (...), fp32, one for a row; or (..., K / 32), bytes of
+            float8_e8m0fnu, one for a block of MXFP8. `swizzle_scales` arranges the latter in tiles.
     """
 
     values: Tensor
     scales: Tensor
 
     def dequantized(self) -> Tensor:
-        """Return the rows in fp32."""
-        return self.values.float() * self.scales[..., None]
+        """Return the rows in fp32, of scales that are not in tiles."""
+        if self.scales.dtype == torch.float32:
+            return self.values.float() * self.scales[..., None]
+        factors = self.scales.view(torch.float8_e8m0fnu).float()
+        blocks = self.values.float().unflatten(-1, (-1, MX_BLOCK))
+        return (blocks * factors[..., None]).flatten(-2)
 
 
 class SortedRows(NamedTuple):
@@ -300,6 +312,84 @@ def quantize(rows: Tensor) -> ScaledRows:
     factors = (quotient.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
     values = (rows.float() * factors[..., None]).to(torch.float8_e4m3fn)
     return ScaledRows(values, factors.reciprocal() + 0 * most)
+
+
+def quantize_mx(rows: Tensor) -> ScaledRows:
+    """Quantize rows (..., K) to MXFP8, in blocks of 32 values; a block with NaN or inf becomes NaN.
+
+    The scale of a block is the smallest power of two by which every magnitude divides to at most
+    the greatest of e4m3 (RCEIL, the rounding of torchao's training recipes). It is the exponent of
+    the largest magnitude, minus 8, and plus 1 if the mantissa is above 1.75. The OCP's MX format
+    has no inf; torchao saturates it.
+    """
+    blocks = rows.float().unflatten(-1, (-1, MX_BLOCK))
+    most = blocks.abs().amax(-1)
+    exponents = ((most.view(torch.int32) + MX_CARRY) >> 23) - MX_EXPONENT
+    exponents = exponents.clamp_min(0)
+    factors = ((MX_LARGEST - exponents) << 23).view(torch.float32)
+    values = (blocks * factors[..., None]).to(torch.float8_e4m3fn)
+    scales = torch.where(most.isfinite(), exponents, MX_NAN)
+    return ScaledRows(values.flatten(-2), scales.to(torch.uint8))
+
+
+def swizzle_scales(scales: Tensor, ends: Tensor) -> Tensor:
+    """Arrange the scales of MXFP8 in tiles, as tensor cores read them.
+
+    The layout is PyTorch's SWIZZLE_32_4_4, which cuBLAS's documentation describes. The rows of each
+    expert begin at a multiple of 128. A tile of 128 rows and 4 columns is stored as 32 rows of 16
+    bytes, with scale (r, c) in row r % 32 at 4 (r // 32) + c. The host does not wait for the number
+    of rows, because the size of the result is an upper bound. Other scales are zero, not NaN.
+
+    Args:
+        scales: (N, C), bytes.
+        ends: (E,), end of each expert's rows. Scales of rows after the last end come last.
+
+    Returns:
+        Bytes, in the shape of `tiled_shape`.
+    """
+    n_rows, n_columns = scales.shape
+
+    # row of each scale, with every expert's rows padded to tiles
+    begins = F.pad(ends, (1, 0))
+    tiles = (torch.diff(begins) + TILE_ROWS - 1) // TILE_ROWS
+    first_rows = F.pad(tiles.cumsum(0) * TILE_ROWS, (1, 0))
+    row = torch.arange(n_rows, dtype=ends.dtype, device=ends.device)
+    expert = torch.searchsorted(ends, row, right=True)  # E after the last end
+    row = (first_rows[expert] + row - begins[expert])[:, None]
+
+    # position of each scale in its tile
+    column = torch.arange(n_columns, device=ends.device)
+    out = scales.new_zeros(tiled_shape(n_rows, n_columns, len(ends)))
+    tiles_across = out.shape[1] // TILE_COLUMNS
+    tile = row // TILE_ROWS * tiles_across + column // TILE_COLUMNS
+    in_tile = row % 32 * 16 + row % TILE_ROWS // 32 * TILE_COLUMNS + column % TILE_COLUMNS
+    position = tile * TILE_ROWS * TILE_COLUMNS + in_tile
+    out.view(-1)[position] = scales  # each index occurs once: deterministic
+    return out
+
+
+def tiled_shape(n_rows: int, n_columns: int, n_experts: int) -> tuple[int, int]:
+    """Return the shape of `swizzle_scales`, with rows enough for any distribution over experts."""
+    most_rows = n_rows + (TILE_ROWS - 1) * n_experts
+    return round_up(most_rows, TILE_ROWS), round_up(n_columns, TILE_COLUMNS)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
+def quantize_mx_rows(rows: Tensor, ends: Tensor) -> ScaledRows:
+    """Quantize sorted rows (N, K) to MXFP8, with scales in tiles; see `swizzle_scales`."""
+    values, scales = quantize_mx(rows)
+    return ScaledRows(values, swizzle_scales(scales, ends))
+
+
+def gather_mx(x: Tensor, routing: SortedRows, top_k: int) -> ScaledRows:
+    """Return `quantize_mx_rows` of the sorted rows (N, K) of tokens x (T, K); see `gather`."""
+    values, scales = quantize_mx(x)
+    rows = gather(values.view(torch.uint8), routing.order, top_k).view(values.dtype)
+    return ScaledRows(rows, swizzle_scales(gather(scales, routing.order, top_k), routing.ends))
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:

@@ -31,7 +31,18 @@ from llmfoundry.ops.moe.experts import (
 )
 from llmfoundry.ops.moe.fp8 import Matmuls
 
-STEPS = ("route", "gather", "quantize", "glu", "glu_backward", "combine", "combine_backward")
+STEPS = (
+    "route",
+    "gather",
+    "quantize",
+    "quantize_mx",
+    "quantize_mx_rows",
+    "gather_mx",
+    "glu",
+    "glu_backward",
+    "combine",
+    "combine_backward",
+)
 ONES = 8  # columns of ones for sums by expert; fewer are not a multiple of 16 bytes
 
 
@@ -40,8 +51,8 @@ def forward(
 ) -> tuple[Tensor, SavedActivations]:
     """Return the output (T, d), and the pre-activations if they are saved; see `cpu.forward`."""
     steps, top_k, ends = steps_of(x.device), weights.shape[1], routing.ends
-    multiply = Matmuls(ends, w.fp8, steps)
-    rows = multiply.gather(x, routing.order, top_k)  # (N, d), sorted by expert
+    multiply = Matmuls(routing, w.fp8, steps)
+    rows = multiply.gather(x, top_k)  # (N, d), sorted by expert
     # Two matmuls, not one with concatenated weights: copying w1 and v1 in each step moves more
     # bytes than reading the rows twice if experts are large, and checkpoints have two tensors.
     dense = partial(w.matrix, d=x.shape[1], dtype=x.dtype)  # of a quantized one, while it is used
@@ -84,7 +95,7 @@ def backward(
     a, b = kept.gate, None if w.v1 is None else kept.up
     g = steps.gather(grad, routing.order, top_k)  # (N, d)
     low = w.low
-    multiply = Matmuls(ends, w.fp8, steps)
+    multiply = Matmuls(routing, w.fp8, steps)
     left = multiply.operand(g)
     dh = multiply(left, dense(w.w2).transpose(1, 2), w.in_fp8("w2", along="d"))  # (N, f), as h
     del left

@@ -146,6 +146,67 @@ def quantize_kernel(
 
 
 @triton.jit
+def quantize_mx_kernel(
+    x: tl.tensor,
+    inverse: tl.tensor,
+    ends: tl.tensor,
+    values: tl.tensor,
+    tiles: tl.tensor,
+    n_experts: tl.tensor,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Write row i (D,) in MXFP8 to row i, or a token to its K rows, with scales in tiles.
+
+    Numbers are those of `plain_steps.quantize_mx` and `swizzle_scales`.
+
+    Args:
+        x: rows (N, D), or tokens if K is positive.
+        inverse: (N,), the row of each pair; not read if K is 0.
+        ends: (n_experts,).
+        values: (N, D).
+        tiles: scales in the layout of `plain_steps.swizzle_scales`; zeros before.
+        n_experts: E.
+        D: length of a row.
+        K: choices of a token; 0: x are sorted rows.
+        EXPERTS: a power of two, n_experts at least.
+        WIDTH: values that are loaded at a time.
+    """
+    source = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    end = tl.load(ends + expert, mask=expert < n_experts, other=0x7FFFFFFF)
+    begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < n_experts), other=0)
+    padded = tl.cdiv(end - begin, 128) * 128
+    for choice in tl.static_range(K if K > 0 else 1):
+        row = source
+        if K > 0:
+            row = tl.load(inverse + source * K + choice).to(tl.int64)
+        # position of the row's first scale
+        is_before = end <= row
+        in_tiles = tl.sum(tl.where(is_before, padded, 0), axis=0)
+        in_tiles += row - tl.max(tl.where(is_before, end, 0), axis=0)
+        line = in_tiles // 128 * 128 * (tl.cdiv(D // 32, 4) * 4)
+        line += in_tiles % 32 * 16 + in_tiles % 128 // 32 * 4
+        for start in range(0, D // 32, WIDTH // 32):
+            block = start + tl.arange(0, WIDTH // 32)
+            column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+            mask = column < D
+            value = tl.load(x + source * D + column, mask=mask, other=0.0).to(tl.float32)
+            most = tl.max(tl.abs(value), axis=1)
+            zero = tl.sum(0.0 * value, axis=1)  # NaN of NaN, which a maximum ignores, and of inf
+            exponent = ((most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+            exponent = tl.maximum(exponent, 0)
+            factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            scale = tl.where(zero == zero, exponent, 255)
+            position = line + block // 4 * 512 + block % 4
+            tl.store(tiles + position, scale.to(tl.uint8), mask=block < D // 32)
+            low = (value * factor[:, None]).to(values.dtype.element_ty)
+            tl.store(values + row * D + column, low, mask=mask)
+
+
+@triton.jit
 def glu_kernel(
     a: tl.tensor,
     b: tl.tensor,
@@ -295,6 +356,30 @@ def quantize(rows: Tensor) -> ScaledRows:
     flat = rows.view(-1, d)
     _launch(quantize_kernel, flat, flat, values, scales, d, **constants, WIDTH=WIDTH)
     return ScaledRows(values, scales)
+
+
+quantize_mx = plain_steps.quantize_mx  # of the emulation
+
+
+def quantize_mx_rows(rows: Tensor, ends: Tensor) -> ScaledRows:
+    """`plain_steps.quantize_mx_rows`, of contiguous rows."""
+    return _quantize_mx(rows, ends, ends, len(rows), 0)
+
+
+def gather_mx(x: Tensor, routing: SortedRows, top_k: int) -> ScaledRows:
+    """`plain_steps.gather_mx`; each token is read and quantized once."""
+    return _quantize_mx(x, routing.inverse, routing.ends, len(routing.inverse), top_k)
+
+
+def _quantize_mx(x: Tensor, inverse: Tensor, ends: Tensor, n_rows: int, top_k: int) -> ScaledRows:
+    """Launch `quantize_mx_kernel` for N rows."""
+    d, n_experts = x.shape[1], len(ends)
+    values = x.new_empty(n_rows, d, dtype=torch.float8_e4m3fn)
+    shape = plain_steps.tiled_shape(n_rows, d // plain_steps.MX_BLOCK, n_experts)
+    tiles = x.new_zeros(shape, dtype=torch.uint8)
+    sizes = {"K": top_k, "EXPERTS": triton.next_power_of_2(n_experts), "WIDTH": WIDTH}
+    _launch(quantize_mx_kernel, x, x, inverse, ends, values, tiles, n_experts, d, **sizes)
+    return ScaledRows(values, tiles)
 
 
 def glu(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
