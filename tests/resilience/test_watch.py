@@ -146,7 +146,11 @@ def test_a_run_that_pauses_and_one_that_ends_log_their_energy(
 ) -> None:
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "RaplReader", lambda: SimpleNamespace(take=lambda: 1.8e6))
+    monkeypatch.setattr(
+        module,
+        "RaplReader",
+        lambda: SimpleNamespace(read=lambda: None, take=lambda: 1.8e6),
+    )
     words = ("eval=off", "max_duration=4ba")
     train_here("paused", *words, "pause_at=2ba")
     train_here("paused", *words, "pause_at=null")
@@ -187,6 +191,35 @@ def test_counters_of_processors_and_memory_are_summed_and_start_again(tmp_path: 
     (tmp_path / "intel-rapl:1/energy_uj").write_text("?")
     assert reader.take() == 0.0
     assert RaplReader(tmp_path / "none").take() == 0.0
+
+
+def test_a_counter_that_overflows_several_times_in_a_round_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    monkeypatch.setattr(module, "RaplReader", lambda: RaplReader(tmp_path))
+    watch, trainer = Watch(WatchConfig(interval=100), {}), make_trainer()
+    logged: list[Any] = []
+    trainer.tracker.log = lambda *values: logged.append(values)
+    trainer.clock = SimpleNamespace(tokens_per_batch=8)
+    watch.on_start(trainer)
+    for step in range(1, 11):  # 600 J each, of a counter that starts again after 1,000 J
+        write_zone(tmp_path, "intel-rapl:0", "package-0", step * 600_000_000 % 10**9)
+        trainer.batch, trainer.done = step, step == 10
+        watch.on_step(trainer)
+    assert logged == [(10, 80, {"cpu/energy_kwh": pytest.approx(6000 / 3.6e6)})]
+
+
+@pytest.mark.parametrize("largest", [0, 1000])
+def test_a_counter_that_its_machine_has_reset_takes_no_energy_back(
+    tmp_path: Path, largest: int
+) -> None:
+    zone = write_zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000_000, largest)
+    reader = RaplReader(tmp_path)
+    (zone / "energy_uj").write_text("2000000")
+    assert reader.take() == pytest.approx(2.0)
+    (zone / "energy_uj").write_text("9" * 5000)  # no number of the kernel's
+    assert reader.take() == 0.0
 
 
 def test_a_run_on_a_cpu_logs_no_energy() -> None:

@@ -1,9 +1,9 @@
 """Energy of a machine's processors and memory, from Linux's powercap (Intel's RAPL, and AMD's).
 
-Entry point: `RaplReader`, which `Watch` reads once a round. The kernel has a folder for each
+Entry point: `RaplReader`, which `Watch` reads at every step. The kernel has a folder for each
 package of cores (intel-rapl:0) and for its parts (intel-rapl:0:1). Counters are in microjoules and
-start again at 0 after their largest value. On most machines only root may read them; a machine
-without readable counters has no energy.
+start again at 0 after their largest value, which takes minutes at full power. On most machines only
+root may read them; a machine without readable counters has no energy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
 _ZONE = re.compile(r"intel-rapl:\d+(?P<part>:\d+)?")
+_NUMBER = re.compile(r"[0-9]{1,20}")  # of 64 bits
 _PACKAGE, _MEMORY = "package", "dram"  # memory is a part, but not in the package's counter
 
 
@@ -36,22 +37,32 @@ class RaplReader:
     def __init__(self, folder: Path = POWERCAP) -> None:
         """Find the counters below `folder`."""
         self.counters = []
+        self._microjoules = 0
         for zone in sorted(folder.glob("intel-rapl:*")):
             counter = _open(zone)
             if counter is not None:
                 self.counters.append(counter)
 
-    def take(self) -> float:
-        """Return the joules since the last reading; a counter that has disappeared adds none."""
-        microjoules = 0
+    def read(self) -> None:
+        """Add the energy since the last reading; a counter that has disappeared adds none.
+
+        A counter must be read before it has started again twice.
+        """
         for counter in self.counters:
             value = _read(counter.file)
             if value is None:
                 continue
             used = value - counter.value
-            microjoules += used if used >= 0 else used + counter.largest
+            if used < 0:  # started again, after its largest value or with the machine
+                used = used + counter.largest if used + counter.largest >= 0 else value
+            self._microjoules += used
             counter.value = value
-        return microjoules / 1e6
+
+    def take(self) -> float:
+        """Return the joules since the last call."""
+        self.read()
+        joules, self._microjoules = self._microjoules / 1e6, 0
+        return joules
 
 
 def _open(zone: Path) -> _Counter | None:
@@ -69,7 +80,7 @@ def _open(zone: Path) -> _Counter | None:
 
 def _read(file: Path) -> int | None:
     text = _text(file)
-    return int(text) if text is not None and text.isdecimal() else None
+    return int(text) if text is not None and _NUMBER.fullmatch(text) else None
 
 
 def _text(file: Path) -> str | None:

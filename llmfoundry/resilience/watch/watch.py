@@ -115,6 +115,8 @@ class Watch(Callback):
             self._quiet += 1
         self._wait_seconds += trainer.waited
         self._steps += 1
+        if self._rapl is not None:  # its counters overflow within a long round
+            self._rapl.read()
         self._last, self._paused, self._was_writing = now, paused, is_writing
 
         # judge the round that was shared after the previous step, then share this round
