@@ -31,6 +31,7 @@ from llmfoundry.models.adapter import (
 )
 from llmfoundry.models.adapter_targets import matches, plan_adapter
 from llmfoundry.models.decoder import Decoder
+from llmfoundry.models.low_rank import LowRank
 from llmfoundry.models.quantized import narrow_frozen, quantize_frozen
 from llmfoundry.recipe.adapter import NEW
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe
@@ -170,11 +171,15 @@ def train_new_rows(
 
     # a pretrained adapter cannot be extended
     if adapter.pretrained is not None:
-        from llmfoundry.hf.peft.names import read_config, trained_tokens
+        from llmfoundry.hf.peft.names import read_config, saved_tables, trained_tokens
 
         folder = find_file(adapter.pretrained, "adapter.pretrained")
         written = read_config(folder)
-        if written.get("modules_to_save") or {*new_ids} <= trained_tokens(written):
+        if isinstance(recipe.model, HFModelConfig):
+            trains_tables = bool(written.get("modules_to_save"))
+        else:
+            trains_tables = {*tables} <= saved_tables(written, recipe.model)
+        if trains_tables or {*new_ids} <= trained_tokens(folder, written):
             return
         raise UserError(
             "adapter.pretrained: does not train the rows of new tokens; merge it first by"
@@ -248,10 +253,22 @@ def _add(model: Decoder, recipe: ResolvedFinetuneRecipe, checkpoint: Path | None
     if folder is None:
         plan = plan_adapter(model, config, split_qkv=splits_qkv(model.config))
         fully_trained = config.modules_to_save
+        _check_pieces(recipe, plan)
     else:
         read = read_adapter(folder, model, dropout=config.lora_dropout or 0.0)
         plan, fully_trained = read.plan, read.modules_to_save
     add_adapter(model, plan, modules_to_save=fully_trained, dtype=weight_dtype(recipe.precision))
+
+
+def _check_pieces(recipe: ResolvedFinetuneRecipe, plan: Mapping[str, LowRank]) -> None:
+    """Raise a UserError if rows that `new_rows: pieces` sets are frozen, and would not be saved."""
+    for table in ("wte", "lm_head"):
+        if recipe.new_pieces and table in plan and not plan[table].tokens:
+            raise UserError(
+                f"model.new_rows: pieces sets rows of {table}, which is frozen below its low-rank"
+                f" matrices; leave {table} out of adapter.target_modules, which trains it in full,"
+                " or write new_rows: mean"
+            )
 
 
 def _check_experts(recipe: ResolvedFinetuneRecipe) -> None:

@@ -96,7 +96,8 @@ def _check(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | No
     if block is not None and weight.ndim >= 2:
         *stack, rows, columns = weight.shape
         expected = (*stack, math.ceil(rows / block[0]), math.ceil(columns / block[1]))
-    fits = scale.shape == expected if block is not None else scale.numel() == 1
+    is_matrix = weight.ndim >= 2
+    fits = is_matrix and scale.shape == expected if block is not None else scale.numel() == 1
     if not fits:
         blocks = "one factor" if block is None else f"factors {expected} of blocks {block}"
         raise UserError(
@@ -120,7 +121,8 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> 
     if block is None:
         return values.copy_(weight.float() * scale.float().reshape(()))
     height, width = block
-    by_column = scale.float().repeat_interleave(width, -1)[..., : weight.shape[-1]]
+    columns = weight.shape[-1]
+    by_column = scale.float().repeat_interleave(min(width, columns), -1)[..., :columns]
     row_blocks = zip(weight.split(height, -2), values.split(height, -2), strict=True)
     for number, (packed, target) in enumerate(row_blocks):
         target.copy_(packed.float() * by_column[..., number : number + 1, :])

@@ -55,7 +55,10 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {  # of keys of config.json that
         ),
     ),
     "list": (list, ("architectures", "layer_types", "no_rope_layers", "attention_types")),
-    "text": (str, ("model_type", *(f"{rope}.rope_type" for rope in ROPES))),
+    "text": (
+        str,
+        ("model_type", *(f"{rope}.{key}" for rope in ROPES for key in ("rope_type", "type"))),
+    ),
     "number": (
         (int, float),
         (

@@ -56,6 +56,7 @@ OF_TOKENIZERS = (
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ROWS = 4096  # rows of an embedding that are compared at a time
+_NUMBERS = 1 << 24  # of a weight that are examined at a time
 
 
 @dataclass
@@ -346,7 +347,9 @@ class WeightFiles:
         """Return a tensor on the CPU, memory-mapped: its pages are read when they are used."""
         for packed in self._packed:
             if name in packed.sketches:
-                return packed.get(name, self._stored)
+                value = packed.get(name, self._stored)
+                _check_finite(name, value)
+                return value
         return self._stored(name)
 
     def _stored(self, name: str) -> Tensor:
@@ -372,6 +375,16 @@ class WeightFiles:
     def close(self) -> None:
         """Unmap the open file."""
         self._open = None
+
+
+def _check_finite(name: str, weight: Tensor) -> None:
+    """Raise a UserError if a weight that was stored in few bits is damaged."""
+    for part in weight.flatten().split(_NUMBERS):
+        if not torch.isfinite(part).all():
+            raise UserError(
+                f"{name}: has values that are not finite, by its numbers of few bits or their"
+                " scales; copy or download its file again"
+            )
 
 
 class WeightReader:

@@ -14,6 +14,7 @@ from typing import Any
 from llmfoundry.hf.architecture import Architecture
 from llmfoundry.recipe.attention import ROPE_KEYS, ROPE_TYPES, YARN_KEYS, RopeConfig
 from llmfoundry.recipe.model import ModelConfig
+from llmfoundry.recipe.typed import Problem, build
 
 ROPES = ("rope_parameters", "rope_scaling")
 COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -108,7 +109,10 @@ def _read_scaling(
     for key in ROPE_KEYS[kind]:
         if key not in values:
             problems.append(f"config.json: rope_parameters.{key} is missing; {kind} needs it")
-    return RopeConfig(type=kind, **values)
+    type_problems: list[Problem] = []
+    rope = build(RopeConfig, {"type": kind, **values}, type_problems, "rope_parameters.")
+    problems += [f"config.json: {problem.line}" for problem in type_problems]
+    return rope
 
 
 def _complete_yarn(
@@ -123,9 +127,9 @@ def _complete_yarn(
     original = written.get("original_max_position_embeddings") or longest
     if original is not None:
         values.setdefault("original_max_position_embeddings", original)
-    is_derived = "factor" in section and longest is not None
-    if is_derived and "original_max_position_embeddings" in values:
-        values.setdefault("factor", longest / values["original_max_position_embeddings"])
+    lengths: list[Any] = [longest, values.get("original_max_position_embeddings")]
+    if "factor" in section and all(type(length) is int and length > 0 for length in lengths):
+        values.setdefault("factor", lengths[0] / lengths[1])
     # the factor on cosine and sine, which mscale is ignored beside
     is_ratio = "mscale" in values and "mscale_all_dim" in values
     if is_ratio and "attention_factor" not in values:

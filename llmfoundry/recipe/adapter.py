@@ -153,6 +153,8 @@ class AdapterConfig:
         ids = self.trainable_token_indices
         if isinstance(ids, str) and ids != NEW:
             yield f"{key}: {ids}; write {NEW}, or a list of ids"
+        if ids == []:
+            yield f"{key}: names no token; write {NEW}, or a list of ids, or remove it"
         if isinstance(ids, list) and len(ids) > MOST_ROWS:
             yield (
                 f"{key}: {len(ids)} tokens; write at most {MOST_ROWS}, or modules_to_save: [wte,"

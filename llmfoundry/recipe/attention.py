@@ -327,6 +327,9 @@ class AttentionConfig:
             both = " and ".join(chosen[1:])
             yield f"{key}{chosen[0]}: and {both} exclude each other; set one of them to false"
         yield from self.rope_hf_config.check(f"{key}rope_hf_config.")
+        base = 10000.0 if self.rope_theta is None else self.rope_theta
+        if self.rope_hf_config.type == "yarn" and not base > 1:
+            yield f"{key}rope_theta: {base:g}; yarn needs a number above 1"
 
     def derived_kv_heads(self, n_heads: int) -> int | None:
         """Return the number of key-value heads that follows from the attention type; else None."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import csv
 import glob
+import gzip
 import io
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.checks import set_defaults
@@ -277,13 +278,13 @@ def columns_of_rows(paths: list[str]) -> list[str] | None:
     if any("://" in name for name in paths):
         return []
     files = [path for name in paths for path in islice(_files(name), _MOST_FILES)]
-    if any(path.suffix.lower() not in _COLUMNS for path in files):
+    if any(_suffix(path) not in _COLUMNS for path in files):
         return []
     for path in files:
         try:
-            names = _COLUMNS[path.suffix.lower()](path)
-        except (OSError, ValueError, ImportError, RecursionError, csv.Error):
-            continue  # the error is reported when all rows are read
+            names = _COLUMNS[_suffix(path)](path)
+        except Exception:  # of any library; the error is reported when all rows are read
+            continue
         if names:
             return names
     return [] if files else None
@@ -360,28 +361,54 @@ def _files(name: str) -> Iterator[Path]:
                     yield Path(folder, file)
 
 
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file's name, the one before .gz or .zst if it is compressed."""
+    suffix = path.suffix.lower()
+    if suffix not in _OPEN:
+        return suffix
+    inner = Path(path.stem).suffix.lower()
+    return inner if inner != ".parquet" else f"{inner}{suffix}"
+
+
 def _beginning(path: Path) -> str:
     """Return the beginning of a file as text; empty for a device or a pipe.
 
     Raises:
-        OSError: the file cannot be read.
+        Exception: the file cannot be read or decompressed.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         return ""
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES).decode("utf-8-sig", errors="replace")
+    with path.open("rb") as file, _OPEN.get(path.suffix.lower(), nullcontext)(file) as unpacked:
+        return unpacked.read(_MOST_BYTES).decode("utf-8-sig", errors="replace")
+
+
+def _unzstd(file: Any) -> Any:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().stream_reader(file)
+
+
+_OPEN: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".zst": _unzstd}
 
 
 def _of_json(path: Path) -> list[str]:
     """Return the keys of the first object in a .jsonl file, or in the list of a .json file."""
-    text = _beginning(path).lstrip().removeprefix("[").lstrip()
-    row, _ = json.JSONDecoder().raw_decode(text)
-    return [*row] if isinstance(row, dict) else []
+    text = _beginning(path).lstrip()
+    with suppress(ValueError):
+        row, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
+        if isinstance(row, dict):
+            return [*row]
+    for line in text.splitlines():  # the first row is damaged
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                return [*row]
+    return []
 
 
 def _of_csv(path: Path) -> list[str]:
-    """Return the first row of a .csv file, the names of its columns."""
-    return next(csv.reader(io.StringIO(_beginning(path))), [])
+    """Return the first row of a .csv file that is not blank, the names of its columns."""
+    return next(filter(None, csv.reader(io.StringIO(_beginning(path)))), [])
 
 
 def _of_parquet(path: Path) -> list[str]:

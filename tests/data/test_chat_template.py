@@ -8,6 +8,8 @@ import pickle
 import jinja2
 import pytest
 import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from llmfoundry import bounded
 from llmfoundry.data.preparation.build_tokenizer import build_tokenizer
@@ -140,6 +142,14 @@ def test_tokens_of_a_recipe_are_special_and_known_elsewhere(tmp_path):
     assert theirs("a<|result|>b<|call|>").input_ids == [97, 258, 98, 257]
     assert theirs.decode([97, 258], skip_special_tokens=True) == "a"
     assert Tokenizer.load(tmp_path).encode_chat("<|result|>") == [258]
+
+
+def test_a_new_token_takes_no_id_of_another():
+    """The library numbers new tokens from the size of a vocabulary, although ids may be larger."""
+    backend = Backend(models.WordLevel({"a": 0, "<|endoftext|>": 1, "b": 4}, unk_token="a"))
+    tokenizer = Tokenizer(backend, "<|endoftext|>")
+    with pytest.raises(UserError, match="ids have gaps, and <y> would get the id 4, which another"):
+        tokenizer.add_tokens(["<x>", "<y>"])
 
 
 def test_templates_of_other_tokenizers_are_found_where_they_lie(tmp_path):

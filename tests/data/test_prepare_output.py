@@ -398,11 +398,17 @@ def test_csv_fields_may_go_over_lines(tmp_path: Path, pack: Callable[[bytes], by
     assert read(file, "body") == words
 
 
+def test_blank_lines_before_the_names_of_columns_hide_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\n\r\ntext,n\none,1\ntwo,2\n")
+    assert read(tmp_path / "rows.csv") == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         (b"id,body\n1,a\n", r"rows\.csv:1: no column 'text'; set .* to one of: id, body"),
         (b"text,b\na,b\nonly\n", r"rows\.csv:3: has 1 fields, line 1 names 2"),
+        (b"\n\ntext,b\nonly\n", r"rows\.csv:4: has 1 fields, line 3 names 2"),
         (b'text,b\n"a\nb",c\n"d', r"rows\.csv:4: not CSV: unexpected end of data"),
         (b"text\nab\xff\n", r"rows\.csv:2: byte 2 \(0xff\) is not utf-8"),
     ],

@@ -174,6 +174,12 @@ def test_a_layer_that_predicts_one_more_token_is_left_out_with_a_line(tmp_path: 
     assert all(torch.equal(ours[key], value) for key, value in expected.items())
 
 
+def test_a_block_larger_than_a_matrix_takes_no_memory_of_its_size() -> None:
+    low = torch.ones(3, 5).to(torch.float8_e4m3fn)
+    found = dequantize(low, torch.full((1, 1), 0.5), (2**40, 2**40))
+    assert torch.equal(found, torch.full((3, 5), 0.5, dtype=torch.bfloat16))
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     write_both(tmp_path, "qwen", (8, 16))
     file, name = tmp_path / "fp8/model.safetensors", "model.layers.0.mlp.up_proj.weight"
@@ -190,6 +196,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused(rf"^{name}: is torch.float8_e4m3fn; the decoder reads", {f"{name}_scale_inv": None})
     refused(rf"^{name}_scale_inv: is .*, but a weight", {f"{name}_scale_inv": scale[:-1].clone()})
     refused(rf"^{name}: is torch.int8 with", {name: stored[name].view(torch.int8)})
+    for value in (torch.nan, 3e38):
+        lost = torch.full_like(scale, value)
+        refused(rf"^{name}: has values that are not finite", {f"{name}_scale_inv": lost})
+    code = torch.full_like(stored[name].view(torch.uint8), 0x7F).view(torch.float8_e4m3fn)
+    refused(rf"^{name}: has values that are not finite", {name: code})
+    vector, norm = stored[name][0].clone(), "model.norm.weight"
+    one = {norm: vector, f"{norm}_scale_inv": torch.ones(())}
+    refused(rf"^{norm}_scale_inv: is \(\), but a weight", one)
     for block, match in {"128": "is not two sizes", None: "one factor"}.items():
         change(file.parent, quantization_config=FP8 | {"weight_block_size": block})
         refused(match, {})

@@ -393,6 +393,37 @@ def test_values_of_another_kind_are_refused_by_key(
         from_hf(str(folder))
 
 
+YARNS: list[tuple[dict[str, Any], str]] = [
+    ({"factor": None, "original_max_position_embeddings": 0}, "rope_parameters.factor is missing"),
+    ({"factor": None, "original_max_position_embeddings": "9"}, "rope_parameters.factor is missi"),
+    ({"factor": "x"}, "rope_parameters.factor: .*not a number"),
+    ({"factor": 0.5}, ".*rope_hf_config.factor: 0.5 is too small"),
+    ({"original_max_position_embeddings": 0}, ".*original_max_position_embeddings: 0 is too small"),
+    ({"truncate": "perhaps"}, "rope_parameters.truncate: "),
+    ({"rope_theta": 1.0}, ".*rope_theta: 1; yarn needs a number above 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), YARNS)
+def test_values_of_yarn_that_cannot_be_are_refused(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    folder, config = written("LlamaForCausalLM", tmp_path)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}
+    rope = yarn | {"rope_theta": 10000.0} | changes
+    config |= {"rope_parameters": rope, "rope_scaling": None, "rope_theta": rope["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"(?m)^config.json: {line}"):
+        from_hf(str(folder))
+
+
+def test_a_kind_of_scaling_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    folder, config = written("LlamaForCausalLM", tmp_path)
+    rewrite(folder, config, "rope_scaling", {"type": ["yarn"], "factor": 4})
+    with pytest.raises(UserError, match=r"^config.json: rope_scaling.type: .* is not a text"):
+        from_hf(str(folder))
+
+
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     folder, _ = written("GPT2LMHeadModel", tmp_path)
     file = folder / "model.safetensors"

@@ -69,6 +69,10 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_packed(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
     stored = load_file(file)
+    lost = torch.full_like(stored[f"{name}_scales"], 255)  # NaN
+    save_file(stored | {f"{name}_scales": lost}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"^{name}: has values that are not finite"):
+        from_hf(str(tmp_path))
     stored[f"{name}_scales"] = stored[f"{name}_scales"][:, :-1].contiguous()
     save_file(stored, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=rf"^{name}_blocks: is \(3, 64, 1, 16\), with scales"):

@@ -119,9 +119,14 @@ def test_rows_of_tokens_are_read(options: dict[str, Any], tokens: Any, tmp_path:
     torch.testing.assert_close(logits(model, TOKENS), expected, **EXACT)
     file = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(file.read_text())
-    for wrong in ([7, 1, 2], [7, 7], None):
+    for wrong in ([7, 1, 2], None):
         file.write_text(json.dumps(config | {"trainable_token_indices": wrong}))
         with pytest.raises(UserError, match=r"does not name the \d rows of"):
+            read_adapter(file.parent, model, dropout=0.0)
+    for odd in ([7, 7], 5, "ab", [{}], [[7]], ["7", "1"], [-1, 7], [True, False], {"lm_head": None},
+                {"lm_head": 3}, {"lm_head": []}):  # fmt: skip
+        file.write_text(json.dumps(config | {"trainable_token_indices": odd}))
+        with pytest.raises(UserError, match="trainable_token_indices is not a list of ids"):
             read_adapter(file.parent, model, dropout=0.0)
     far = {"embed_tokens": [7, 10**6], "lm_head": [3]}
     file.write_text(json.dumps(config | {"trainable_token_indices": far}))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked, read
@@ -210,6 +212,14 @@ def test_the_format_of_rows_is_that_of_the_first(kind: str, here: Path) -> None:
     (here / "below" / "rows.jsonl").write_text(json.dumps(row))
     for name in (f"{kind}.jsonl", "rows.json", "rows.csv", "below", f"{kind[:-1]}*.jsonl"):
         assert found(f"data.paths=[{name}]") == kind, name
+    (here / "packed.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    (here / "packed.jsonl.zst").write_bytes(zstandard.compress(json.dumps(row).encode()))
+    (here / "damaged.jsonl").write_text('{"a": \nnull\n[]\n' + json.dumps(row))
+    (here / "blank.csv").write_text("\n\n" + ",".join(row) + "\n1,2,3\n")
+    for name in ("packed.jsonl.gz", "packed.jsonl.zst", "damaged.jsonl", "blank.csv"):
+        assert found(f"data.paths=[{name}]") == kind, name
+    (here / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode())[:-9])
+    assert found("data.paths=[cut.jsonl.gz]") == "text", "reported when it is read"
     assert found("data.paths=[below]", "data.text_column=x") == "text"
     (here / "below" / ".chats.jsonl").write_text('{"odd": 1}')
     (here / "below" / "__pycache__").mkdir()

@@ -323,6 +323,13 @@ def test_rows_that_cannot_train_alone_are_refused(place: Path) -> None:
         (*untied, "adapter.trainable_token_indices=[5]"): "leaves out the new token 257",
         (*untied, "adapter.trainable_token_indices=[5,5]"): "write each id once",
         (*untied, "adapter.trainable_token_indices=all"): "all; write new, or a list of ids",
+        (*untied, "adapter.trainable_token_indices=[]"): "names no token; write new",
+        (
+            *untied,
+            "model.new_rows=pieces",
+            "adapter.target_modules=[wte,Wqkv]",
+            "adapter.lora_dropout=0",
+        ): "model.new_rows: pieces sets rows of wte, which is frozen below",
         (*untied, ALONE_ROWS, "adapter.use_dora=true"): "have no magnitude",
         (
             *untied,

@@ -529,10 +529,11 @@ def _csv(source: InputRange, text_column: str) -> Rows:
 
     rows = csv.reader(lines(), strict=True)
     try:
-        names = next(rows, [])
+        names = next(filter(None, rows), [])  # blank lines may come first
         if not names:  # an empty file is not an error, as for other types
             return
-        check_columns(f"{source.name}:1", text_column, names)
+        header = rows.line_num
+        check_columns(f"{source.name}:{header}", text_column, names)
         while True:
             number, size = rows.line_num + 1, 0
             if (row := next(rows, None)) is None:
@@ -540,7 +541,7 @@ def _csv(source: InputRange, text_column: str) -> Rows:
             where = f"{source.name}:{number}"
             yield (
                 number,
-                text_of_row(source.on_bad_row, _fields_text, where, names, row, text_column)
+                text_of_row(source.on_bad_row, _fields_text, where, header, names, row, text_column)
                 if row
                 else "",
             )
@@ -548,9 +549,11 @@ def _csv(source: InputRange, text_column: str) -> Rows:
         raise UserError(f"{source.name}:{number}: not CSV: {error}") from error
 
 
-def _fields_text(where: str, names: list[str], row: list[str], text_column: str) -> str:
+def _fields_text(
+    where: str, header: int, names: list[str], row: list[str], text_column: str
+) -> str:
     if len(row) != len(names):
-        why = f"has {len(row)} fields, line 1 names {len(names)}; correct the row"
+        why = f"has {len(row)} fields, line {header} names {len(names)}; correct the row"
         raise BadRow(where, why, "another number of fields")
     return pick(where, text_column, dict(zip(names, row, strict=True)))
 

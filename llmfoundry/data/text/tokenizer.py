@@ -302,11 +302,17 @@ class Tokenizer:
         if not tokens:
             return
         pieces = [self._backend.encode(token, add_special_tokens=False).ids for token in tokens]
+        ids_in_use = {*self._backend.get_vocab(with_added_tokens=True).values()}
         added = [AddedToken(token, special=True, normalized=False) for token in tokens]
         self._backend.add_special_tokens(added)
         for token, ids in zip(tokens, pieces, strict=True):
             token_id = self._backend.token_to_id(token)
             assert token_id is not None
+            if token_id in ids_in_use:
+                raise UserError(
+                    f"tokenizer: its ids have gaps, and {token} would get the id {token_id}, which"
+                    " another token has; number its tokens without gaps, or add no tokens"
+                )
             self.pieces[token_id] = ids
         self.new_tokens = (*self.new_tokens, *tokens)
         self.vocab_size = _vocab_size(self._backend)
@@ -346,7 +352,7 @@ class Tokenizer:
 
     def _forget(self) -> None:
         """Forget what was derived from the former tokens and template."""
-        for name in ("chat", "end_ids", "fingerprint", "_reading"):
+        for name in ("chat", "end_ids", "fingerprint", "vocabulary", "_reading"):
             self.__dict__.pop(name, None)
 
     def encode_chat(self, text: str) -> list[int]:

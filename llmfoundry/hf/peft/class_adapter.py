@@ -29,6 +29,7 @@ from llmfoundry.hf.peft.names import (
     WEIGHTS,
     check_patterns,
     read_config,
+    token_tables,
 )
 from llmfoundry.hf.peft.read import check_start
 from llmfoundry.hf.token_rows import add_token_rows, merge_token_rows, row_layers
@@ -330,9 +331,8 @@ def _read_tokens(config: Any, model: Any, folder: Path) -> list[int]:
     Raises:
         UserError: the two have different tokens, or one has none.
     """
-    written = config.trainable_token_indices or {}
-    if isinstance(written, list):
-        written = {"embedding": written}
+    settings = {"trainable_token_indices": config.trainable_token_indices}
+    written = token_tables(folder, settings)
     tied = model.hf.get_output_embeddings().weight is model.embedding_weight
     ids = [*written.values()]
     if ids and (len(ids) < (1 if tied else 2) or any(other != ids[0] for other in ids)):

@@ -28,6 +28,7 @@ from llmfoundry.recipe.model import ResolvedModelConfig
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ROUTER = "weight"
+EMBEDDING = "embedding"
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # despite its name, the rows themselves
 DEFINED = (ROUTER, "gate_up_proj", "down_proj")  # as classes of experts and routers define them
 OWN_TYPE = "LLMFOUNDRY_LORA"  # in place of LORA, where peft would leave something out
@@ -266,11 +267,50 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / CONFIG, instead="write a folder that peft saved")
 
 
-def trained_tokens(config: Mapping[str, Any]) -> set[int]:
+def token_tables(folder: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the ids of the tokens whose rows an adapter trains, by the end of a module's name.
+
+    A list in place of the names is of the embedding, `EMBEDDING`.
+
+    Args:
+        folder: folder of the adapter.
+        config: contents of adapter_config.json.
+
+    Raises:
+        UserError: they are not ids of tokens.
+    """
+    written = config.get("trainable_token_indices") or {}
+    tables = {EMBEDDING: written} if isinstance(written, list) else written
+    if not isinstance(tables, dict) or not all(map(_are_ids, tables.values())):
+        raise UserError(
+            f"{folder / CONFIG}: trainable_token_indices is not a list of ids, each once, or one"
+            " for each table; correct it"
+        )
+    return tables
+
+
+def _are_ids(value: Any) -> bool:
+    """Return whether a value is a list of different ids of tokens."""
+    if not isinstance(value, list) or not all(type(entry) is int for entry in value):
+        return False
+    return bool(value) and min(value) >= 0 and len({*value}) == len(value)
+
+
+def trained_tokens(folder: Path, config: Mapping[str, Any]) -> set[int]:
     """Return the ids of the tokens whose rows an adapter trains in every table that it names."""
-    written = config.get("trainable_token_indices") or []
-    tables = [*written.values()] if isinstance(written, dict) else [written]
+    tables = token_tables(folder, config).values()
     return set.intersection(*map(set, tables)) if tables else set()
+
+
+def saved_tables(config: Mapping[str, Any], model: ResolvedModelConfig) -> set[str]:
+    """Return which of wte and lm_head an adapter trains in full, by its modules_to_save."""
+    architecture, written = adapter_architecture(model), config.get("modules_to_save")
+    saved = written if isinstance(written, list) else []
+    names = [(table, f"model.{table}") for table in ("wte", "lm_head")]
+    if architecture in MAPS:
+        for _, ours, theirs in layers(MAPS[architecture], model):
+            names.append((ours, module_name(theirs[0])))
+    return {ours for ours, name in names if any(end in saved for end in ends(name))}
 
 
 _NAME = re.compile(r"[\w.\-]*")  # a plain name, not a regular expression

@@ -20,6 +20,7 @@ from llmfoundry.hf.config_keys import field_text
 from llmfoundry.hf.peft.names import (
     CONFIG,
     DEFINED,
+    EMBEDDING,
     OWN_TYPE,
     PREFIX,
     ROUTER,
@@ -33,6 +34,7 @@ from llmfoundry.hf.peft.names import (
     first_matches,
     peft_modules,
     read_config,
+    token_tables,
 )
 from llmfoundry.hf.tensor_names import MAPS, NameRule, computed, layers
 from llmfoundry.models.adapter import BASE
@@ -40,6 +42,7 @@ from llmfoundry.models.adapter_targets import AdapterTarget, check_tied, find_ta
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.low_rank import TOKEN_ROWS as ROWS
 from llmfoundry.models.low_rank import LowRank
+from llmfoundry.recipe.schema import MOST_FLOAT
 
 REFUSED: dict[
     str, tuple[Any, ...]
@@ -243,8 +246,9 @@ def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(single, dict):
             raise UserError(f"{folder}: {pattern} is not a section; correct adapter_config.json")
         for value in (config.get(key, 8), *single.values()):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise UserError(f"{folder}: {key} {value!r}; write a number above 0")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value <= MOST_FLOAT:
+                raise UserError(f"{folder}: {key} {repr(value)[:40]}; write a number above 0")
 
 
 def _foreign(file: _File, why: str) -> UserError:
@@ -321,15 +325,16 @@ def _token_rows(
     Raises:
         UserError: ids in adapter_config.json do not belong to the rows.
     """
-    written = file.config.get("trainable_token_indices") or {}
-    if isinstance(written, list):  # of the embedding alone
-        written = {place.module: written for place in places if place.kind == "embedding"}
+    written = token_tables(file.folder, file.config)
+    if EMBEDDING in written:
+        ids = written[EMBEDDING]
+        written = {place.module: ids for place in places if place.kind == "embedding"}
     for place in places:
         rows = file.get(f"{place.module}.{TOKEN_ROWS}")
         if rows is None:
             continue
-        ids = next((written[end] for end in ends(place.module) if end in written), None)
-        if not isinstance(ids, list) or len(ids) != len(rows) or len({*ids}) < len(ids):
+        ids = next((written[end] for end in ends(place.module) if end in written), [])
+        if rows.ndim != 2 or len(ids) != len(rows):
             raise UserError(
                 f"{file.folder / CONFIG}: trainable_token_indices does not name the {len(rows)}"
                 f" rows of {place.module} that {WEIGHTS} has, each once; correct it"
