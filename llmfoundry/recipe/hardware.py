@@ -75,9 +75,9 @@ class Gpu:
     price: Annotated[float, _RATE] = 0.0
     """Typical price of a GPU-hour in US dollars; 0: not known."""
     fp8_experts: bool = False
-    """Whether PyTorch multiplies stacked experts in 8 bits on it: NVIDIA Hopper and Blackwell."""
+    """Whether PyTorch multiplies stacked experts in 8 bits on it: compute capability 9 and 10."""
     fp8_multiple: Annotated[int, Range(1, 1024)] = 16
-    """What both sides of an expert's matrix must be multiples of for it: 32 on Blackwell."""
+    """What both sides of an expert's matrix must be multiples of for that: 32 on capability 10."""
 
 
 # fmt: off

@@ -141,7 +141,9 @@ def quantized_to_mx(device: str = "cpu") -> dict[str, bool]:
     generator = torch.Generator().manual_seed(6)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        for tokens, n_experts, d in ((90, 4, 288), (300, 3, 1024), (0, 4, 32)):
+        for tokens, n_experts, d in ((9, 4, 288), (150, 3, 32), (0, 4, 32)):
+            if tokens > 128 and dtype == torch.float32 and device == "cpu":
+                continue  # the interpreter takes seconds
             rows = torch.randn(tokens, d // 32, 32, generator=generator)
             rows *= torch.randn(tokens, d // 32, 1, generator=generator).exp() ** 8
             rows[:1] = 0
