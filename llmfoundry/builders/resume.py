@@ -40,8 +40,10 @@ from llmfoundry.errors import NoRestart, UserError
 from llmfoundry.exit_status import ResumeLimits, resume_limits
 from llmfoundry.models.decoder import Decoder
 from llmfoundry.models.quantized import quantization
+from llmfoundry.recipe.adapter import AdapterConfig
 from llmfoundry.recipe.eval import EMA
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.model import ModelConfig
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.recipe.typed import flat
 from llmfoundry.train.average import AveragedWeights
@@ -249,7 +251,7 @@ def _refuse_changes(start: StartPoint, state: dict[str, Any], identity: dict[str
             f"load_weights_only: {start.checkpoint} holds weights alone; write"
             " load_weights_only=true"
         )
-    then = state["identity"]
+    then = _defaults() | state["identity"]  # earlier versions lack some keys
     keys = [k for k in identity if k.startswith("model.") or not start.weights_only]
     changed = [k for k in keys if then.get(k) != identity[k]]
     if "adapter.name" in changed:  # all other keys of an adapter came or went with it
@@ -262,6 +264,12 @@ def _refuse_changes(start: StartPoint, state: dict[str, Any], identity: dict[str
                 for key in changed
             )
         )
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the defaults of the settings of model and adapter, by their dotted keys."""
+    model = flat(dataclasses.asdict(ModelConfig()), "model")
+    return dict(model) | dict(flat(dataclasses.asdict(AdapterConfig()), "adapter"))
 
 
 def _changes(

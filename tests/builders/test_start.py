@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from llmfoundry.builders.checkpoint import load_checkpoint, model_identity
-from llmfoundry.builders.resume import StartPoint, _changes, fill_weights, find_start, run_identity
+from llmfoundry.builders.resume import (
+    StartPoint,
+    _changes,
+    _refuse_changes,
+    fill_weights,
+    find_start,
+    run_identity,
+)
 from llmfoundry.checkpoint.load import read_state
 from llmfoundry.checkpoint.storage import Checkpoint, Storage
 from llmfoundry.distributed.process_group import World
@@ -210,3 +217,13 @@ def test_a_key_newer_than_the_checkpoint_is_reported_only_where_it_changes_somet
     now = checked(TrainRecipe, "tiny.yaml", list(words))
     now = now.resolve()
     assert len(list(_changes(now, saved, {"settings": then}))) == reported
+
+
+def test_a_checkpoint_without_keys_of_later_versions_has_their_defaults() -> None:
+    new = {"model.attn_config.sinks": False, "model.attn_config.rope_hf_config.truncate": True,
+           "adapter.trainable_token_indices": None}  # fmt: skip
+    _refuse_changes(StartPoint(), {"order": {}, "identity": {"seed": 1}}, new)
+    with pytest.raises(UserError, match=r"sinks: True, but checkpoint .* was trained with False"):
+        _refuse_changes(
+            StartPoint(), {"order": {}, "identity": {}}, {"model.attn_config.sinks": True}
+        )
