@@ -184,13 +184,24 @@ TRAINERS = (
     OtherToolKey("trust_remote_code", "model.trust_remote_code=<true>", script="finetune"),
     OtherToolKey(
         "xformers_attention flex_attention sdp_attention eager_attention plugins liger_rope"
+        " liger liger_kernel use_liger_kernel enable_liger_kernel unsloth use_unsloth"
         " liger_rms_norm liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy"
         " cut_cross_entropy use_sonicmoe use_scattermoe",
         why="kernels are chosen by device and settings; remove it",
     ),
     # Adapters, 4 bits, preferences
     OtherToolKey(
-        "use_peft use_lora lora peft train_type finetuning_type",
+        "finetuning_type train_type",
+        why="adapter=lora trains an adapter, adapter=none all parameters, and freeze=[NAMES]"
+        " leaves parts of them out",
+    ),
+    OtherToolKey(
+        "stage",
+        why="the rows decide (data.format), and preference=dpo, kto, orpo or simpo compares"
+        " answers; reward models and PPO are not supported",
+    ),
+    OtherToolKey(
+        "use_peft use_lora lora peft",
         "adapter=lora",
         "with adapter.r, adapter.lora_alpha …",
         off="adapter=none",
@@ -204,20 +215,71 @@ TRAINERS = (
         "adapter.target_modules=<all-linear>",
         script="finetune",
     ),
-    OtherToolKey("lora_modules_to_save", "adapter.modules_to_save=<[lm_head]>", script="finetune"),
+    OtherToolKey("peft_use_dora", "adapter.use_dora=<true>", script="finetune"),
+    OtherToolKey("pissa_init", "adapter.init_lora_weights=pissa", script="finetune"),
     OtherToolKey(
-        "load_in_4bit quantization_config quantization bnb_4bit_quant_type qlora quantize bnb",
+        "loraplus_lr_ratio lora_plus_lr_ratio", "adapter.lora_plus_ratio=<16>", script="finetune"
+    ),
+    OtherToolKey(
+        "lora_trainable_token_indices fix_untrained_tokens lora_fix_untrained_tokens",
+        "adapter.trainable_token_indices=<new>",
+        script="finetune",
+    ),
+    OtherToolKey(
+        "lora_modules_to_save additional_target",
+        "adapter.modules_to_save=<[lm_head]>",
+        script="finetune",
+    ),
+    OtherToolKey(
+        "load_in_4bit quantization_config quantization bnb_4bit_quant_type qlora quantize bnb"
+        " quantization_bit",
         "model.quantize=nf4",
         "4 bits, with adapter=lora",
         script="finetune",
     ),
     OtherToolKey("loss_type dpo_loss", "preference.loss=<sigmoid>", script="finetune"),
-    OtherToolKey("rl rlhf dpo trainer_type", "preference=<dpo>", script="finetune"),
-    OtherToolKey("dpo_beta rl_beta", "preference.beta=<0.1>", script="finetune"),
+    OtherToolKey("rl rlhf dpo trainer_type pref_loss", "preference=<dpo>", script="finetune"),
+    OtherToolKey("dpo_beta rl_beta pref_beta", "preference.beta=<0.1>", script="finetune"),
     OtherToolKey(
         "ref_model ref_model_name_or_path", "preference.reference=precompute", script="finetune"
     ),
+    # Tokens, long contexts, averages, z-loss
+    OtherToolKey(
+        "tokens special_tokens special_tokens.* new_special_tokens add_special_tokens"
+        " additional_special_tokens added_tokens_overrides added_tokens_overrides.* resize_vocab"
+        " tokenizer.additional_special_tokens tokenizer.special_tokens"
+        " tokenizer.add_special_tokens resize_token_embeddings resize_token_embeddings_to_32x"
+        " mean_resizing_embeddings",
+        why="tokenizer.add_tokens=[TOKEN] adds tokens, and model.resize_embeddings=true the rows"
+        " of a pretrained model for them",
+    ),
+    OtherToolKey(
+        "rope_scaling rope_scaling.* model.rope_scaling model.rope_scaling.* yarn yarn_factor"
+        " overrides_of_model_config.rope_scaling overrides_of_model_config.rope_scaling.*",
+        why="write {type: yarn, factor: 4, original_max_position_embeddings: 2048} as"
+        " attn_config.rope_hf_config in model, or for a run in model.config_overrides"
+        " (docs/long-context.md)",
+    ),
+    OtherToolKey("ema_decay use_ema ema.beta ema.alpha", "ema.decay=<0.999>"),
+    OtherToolKey(
+        "swa swa_start lawa averaging",
+        why="ema.decay=0.999 keeps a moving average of the weights, and scripts/average.py RUN"
+        " last=5 writes the mean of checkpoints",
+    ),
+    OtherToolKey(
+        "z_loss zloss z_loss_multiplier logits_z_loss loss.z_loss softmax_auxiliary_loss"
+        " auxiliary_loss_multiplier train_module.z_loss_multiplier",
+        "loss.z_loss_weight=<1e-4>",
+    ),
     # The text
+    OtherToolKey(
+        "interleave_probs mix_strategy dataset_mixer dataset_mixer.* data.proportions data.weights"
+        " data.streams.*.weight data.streams.*.ratio",
+        why="data.streams.NAME.proportion is the share of a stream (docs/finetune-chats.md)",
+    ),
+    OtherToolKey(
+        "data.streams.*.path data.streams.*.file", why="data.streams.NAME.paths has the files"
+    ),
     OtherToolKey(
         "dataset_name dataset_name_or_path hf_dataset dataset_id training.dataset",
         "data.dataset=<OWNER/NAME>",
@@ -373,9 +435,15 @@ TRAINERS = (
         "true unless written, with parallel=fsdp",
     ),
     OtherToolKey("ddp_timeout", "parallel.dist_timeout=<600>"),
-    OtherToolKey("tensor_parallel_size", "parallel.tensor_parallel_degree=<2>"),
-    OtherToolKey("expert_parallel_size", "parallel.expert_parallel_degree=<8>"),
-    OtherToolKey("context_parallel_size", "parallel.context_parallel_degree=<2>"),
+    OtherToolKey("tensor_parallel_size tensor_parallel_dim", "parallel.tensor_parallel_degree=<2>"),
+    OtherToolKey(
+        "expert_parallel_size expert_model_parallel_size", "parallel.expert_parallel_degree=<8>"
+    ),
+    OtherToolKey(
+        "context_parallel_size sequence_parallel_degree sequence_parallel_size"
+        " ulysses_parallel_degree",
+        "parallel.context_parallel_degree=<2>",
+    ),
     OtherToolKey("local_rank", why="the launcher sets LOCAL_RANK; remove it"),
     OtherToolKey(
         "device device_map no_cuda use_cpu accelerator",

@@ -52,7 +52,20 @@ NOT_SUPPORTED = {
     **dict.fromkeys(("distill", "distillation", "kd", "forward_kl", "reverse_kl"), DISTILL),
     **dict.fromkeys(("gkd", "minillm", "gold", "on_policy", "opd"), ON_POLICY_DISTILLATION),
     **dict.fromkeys(
-        ("ia3", "prefix", "prefix_tuning", "prompt_tuning", "p_tuning", "llama_adapter", "vera"),
+        (
+            "ia3",
+            "prefix",
+            "prefix_tuning",
+            "prompt_tuning",
+            "p_tuning",
+            "llama_adapter",
+            "vera",
+            "oft",
+            "boft",
+            "loha",
+            "lokr",
+            "adalora",
+        ),
         OTHER_ADAPTERS,
     ),
     **dict.fromkeys(

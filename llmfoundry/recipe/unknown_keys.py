@@ -107,9 +107,22 @@ def unknown_key(schema: Schema, key: str, value: Any = None) -> list[Problem]:
     """
     if isinstance(value, dict) and value:
         below = [(f"{key}.{name}", item) for name, item in flat(value)]
-        if any(hint_for(schema, name, item, alone=False) for name, item in below):
+        if any(
+            hint_for(schema, name, item, alone=False) or _is_missing(name) for name, item in below
+        ):
             return [_problem(schema, name, item) for name, item in below]
     return [_problem(schema, key, value)]
+
+
+def _is_missing(key: str) -> bool:
+    """Return whether the last word of a key names something that is not supported here."""
+    matches = named(_spelled(key.rpartition(".")[2]), _keys)
+    return bool(matches) and matches[0].why.startswith("not supported")
+
+
+def _spelled(key: str) -> str:
+    """Return a key as the table spells it."""
+    return key.lower().replace("-", "_")
 
 
 def _problem(schema: Schema, key: str, value: Any) -> Problem:
@@ -122,8 +135,8 @@ def hint_for(schema: Schema, key: str, value: Any, *, alone: bool = True) -> str
     if head == "variables":
         return _variable(schema, name, value)
     name = key.rpartition(".")[2]
-    other = _other(schema, key.lower())
-    other = other or (_other(schema, name.lower()) if alone else None)
+    other = _other(schema, _spelled(key))
+    other = other or (_other(schema, _spelled(name)) if alone else None)
     if not alone:
         return "" if other is None else _say(schema, other, value)
     is_whole = other is not None and any("." in word for word in other.words.split())
