@@ -616,6 +616,11 @@ def refuse_used(output: Path) -> None:
     Outputs get their name when they are complete. The message names the kind of the output, so a
     repeated command reports that its work is done. Its journal is removed.
     """
+    run = output.absolute().parents[1] if len(output.absolute().parents) > 1 else output
+    if output.absolute().parent.name == "checkpoints" and (run / "recipe.yaml").is_file():
+        raise UserError(
+            f"output: {output} lies among the checkpoints of {run}; write another folder"
+        )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     folder, journal = _unfinished(output.resolve())

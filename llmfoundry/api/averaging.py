@@ -109,8 +109,13 @@ def open_sources(recipe: AverageRecipe, note: Callable[[str], None]) -> list[Sou
     if recipe.last is not None:
         names = _last(names[0], recipe.last)
     opened = [open_checkpoint(name, ALONE, note=note, weights=recipe.weights)[0] for name in names]
-    for loaded in opened:
+    for number, loaded in enumerate(opened):
         _check_alike(opened[0], loaded)
+        if loaded.folder.resolve() in [other.folder.resolve() for other in opened[:number]]:
+            raise UserError(
+                f"checkpoints: {loaded.checkpoint} is there more than once; write proportions to"
+                " weight it"
+            )
     proportions = recipe.proportions or [1.0] * len(opened)
     total = sum(proportions)
     return [Source(loaded, p / total) for loaded, p in zip(opened, proportions, strict=True)]

@@ -168,6 +168,8 @@ def test_what_cannot_be_averaged_is_refused_in_one_line(place: Path) -> None:
         f"{both} proportions=[1,-1]": r"proportions: .*; write numbers of 0 or more, not all 0",
         f"{both} proportions=[0,0]": r"proportions: .*; write numbers of 0 or more, not all 0",
         "checkpoints=[runs/a,runs/a]": r"checkpoints: runs/a is there more than once",
+        "checkpoints=[runs/a,./runs/a]": r"checkpoints: .*ba0000006 is there more than once",
+        "checkpoints=[runs/a,runs/b] output=runs/a/checkpoints/mean": "lies among the checkpoints",
         "checkpoints=[runs/wide,runs/a] weights=ema": r"holds no averaged weights",
         "checkpoints=[runs/a,runs/gone]": r"checkpoints: nothing at runs/gone",
         f"{both} output=s3://bucket/mean": r"output: .* is an address",
