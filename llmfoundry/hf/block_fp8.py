@@ -47,14 +47,16 @@ class BlockFp8:
             config: contents of config.json.
 
         Raises:
-            UserError: shapes or dtypes of weights and factors do not fit together.
+            UserError: factors are missing, or do not fit their weights.
         """
         quantization = config.get("quantization_config")
-        if not isinstance(quantization, Mapping) or quantization.get("quant_method") != METHOD:
-            return cls()
-        block = _block(quantization.get("weight_block_size"))
-        sketches, others = {}, set()
-        for name, scale in stored.items():
+        has_method = (
+            isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD
+        )
+        block, sketches, others = None, dict[str, Tensor](), set[str]()
+        if isinstance(quantization, Mapping) and has_method:
+            block = _block(quantization.get("weight_block_size"))
+        for name, scale in stored.items() if has_method else ():
             weight = stored.get(name.removesuffix(SCALE))
             if not name.endswith(SCALE) or weight is None:
                 continue
@@ -62,6 +64,7 @@ class BlockFp8:
             _check(weight_name, weight, scale, block)
             sketches[weight_name] = weight.to(torch.bfloat16)
             others.add(f"{weight_name.rpartition('.')[0]}.{INPUT_SCALE}")
+        _check_complete(stored, sketches, has_method=has_method)
         return cls(block, sketches, frozenset(others & stored.keys()))
 
     def parts(self) -> set[str]:
@@ -83,6 +86,23 @@ def _block(written: Any) -> tuple[int, int] | None:
         raise UserError(f"{_KEY}: {written!r} is not two sizes; correct it")
     rows, columns = written
     return rows, columns
+
+
+def _check_complete(
+    stored: Mapping[str, Tensor], sketches: Mapping[str, Tensor], *, has_method: bool
+) -> None:
+    """Raise a UserError for an FP8 weight without factors, whose values would be wrong."""
+    lost = sorted(n for n in stored.keys() - sketches.keys() if stored[n].dtype == FP8)
+    if lost and has_method:
+        raise UserError(
+            f"{lost[0]}: is {FP8}, and its factors {lost[0]}{SCALE} are missing; copy or download"
+            " its file again"
+        )
+    if lost:
+        raise UserError(
+            f"{lost[0]}: is {FP8}, but config.json: quantization_config.quant_method is not"
+            f" {METHOD}; copy config.json of the same model"
+        )
 
 
 def _check(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> None:

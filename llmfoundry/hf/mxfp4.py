@@ -49,6 +49,8 @@ class Mxfp4:
                     f"{name}: is {tuple(blocks.shape)}, with scales {tuple(scales.shape)};"
                     " MXFP4 has (experts, out, groups, 16) and (experts, out, groups)"
                 )
+            if weight in stored:
+                raise UserError(f"{weight}: is stored twice, in full and packed; remove one")
             if {blocks.dtype, scales.dtype} != {torch.uint8}:
                 raise UserError(f"{name}: is not in bytes (uint8), as MXFP4 is")
             experts, rows, groups, _ = blocks.shape

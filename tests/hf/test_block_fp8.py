@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert len(caught.value.problems) == 1
 
     scale = stored[f"{name}_scale_inv"]
-    refused(rf"^{name}: is torch.float8_e4m3fn; the decoder reads", {f"{name}_scale_inv": None})
+    refused(rf"^{name}: is .*, and its factors .* are missing", {f"{name}_scale_inv": None})
     refused(rf"^{name}_scale_inv: is .*, but a weight", {f"{name}_scale_inv": scale[:-1].clone()})
     refused(rf"^{name}: is torch.int8 with", {name: stored[name].view(torch.int8)})
     for value in (torch.nan, 3e38):
@@ -207,5 +207,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for block, match in {"128": "is not two sizes", None: "one factor"}.items():
         change(file.parent, quantization_config=FP8 | {"weight_block_size": block})
         refused(match, {})
+    change(file.parent, quantization_config=None)
+    refused(r": is torch.float8_e4m3fn, but config.json: quantization_config.quant_method", {})
     change(file.parent, quantization_config=FP8 | {"quant_method": "awq"})
     refused(r"quant_method: .?awq.?; only mxfp4 and fp8 are read", {})
