@@ -19,6 +19,7 @@ from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.data import PRETRAINED
 from llmfoundry.recipe.finetune import ResolvedFinetuneRecipe
+from llmfoundry.recipe.paths import find_file
 from llmfoundry.recipe.source import under_key
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 
@@ -60,6 +61,7 @@ def settle_vocabulary(
         rows = recipe.model.vocab_size
         fit_vocabulary(recipe.model, tokenizer, recipe.base)
         new_ids = set(range(rows, tokenizer.vocab_size)) | set(tokenizer.new_ids)
+        _check_adapter_tokens(recipe, tokenizer)
         train_new_rows(recipe, sorted(new_ids), note)
         settle_new_rows(recipe, tokenizer.pieces)
     recipe.model.fill(vocab_size=tokenizer.vocab_size)
@@ -69,3 +71,27 @@ def settle_vocabulary(
             f"model.vocab_size: {size} is less than the tokenizer's {tokenizer.vocab_size};"
             " write at least that, or remove it"
         )
+
+
+def _check_adapter_tokens(recipe: ResolvedFinetuneRecipe, tokenizer: Tokenizer) -> None:
+    """Check that added tokens have the ids of a pretrained adapter, if it has its tokenizer.
+
+    Raises:
+        UserError: a token has another id there, so that its row would be that of another token.
+    """
+    if recipe.adapter.pretrained is None or not tokenizer.new_tokens:
+        return
+    folder = find_file(recipe.adapter.pretrained, "adapter.pretrained")
+    places = (folder, folder / "base", folder.parent / "tokenizer")
+    place = next((place for place in places if (place / "tokenizer.json").is_file()), None)
+    if place is None:
+        return
+    theirs = Tokenizer.load(place)
+    for token in tokenizer.new_tokens:
+        here, there = tokenizer.id_of(token), theirs.id_of(token)
+        if here != there:
+            what = "is no token" if there is None else f"has the id {there}"
+            raise UserError(
+                f"tokenizer.add_tokens: {token} gets the id {here}, and {what} in"
+                f" adapter.pretrained ({place}); write the tokens of its run in their order"
+            )

@@ -148,7 +148,7 @@ def test_a_new_token_takes_no_id_of_another():
     """The library numbers new tokens from the size of a vocabulary, although ids may be larger."""
     backend = Backend(models.WordLevel({"a": 0, "<|endoftext|>": 1, "b": 4}, unk_token="a"))
     tokenizer = Tokenizer(backend, "<|endoftext|>")
-    with pytest.raises(UserError, match="ids have gaps, and <y> would get the id 4, which another"):
+    with pytest.raises(UserError, match="ids have gaps, and <y> would get the id 4 of another"):
         tokenizer.add_tokens(["<x>", "<y>"])
 
 

@@ -295,8 +295,11 @@ class Tokenizer:
     @property
     def new_ids(self) -> list[int]:
         """Return the ids of `new_tokens`."""
-        ids = [self._backend.token_to_id(token) for token in self.new_tokens]
-        return [token_id for token_id in ids if token_id is not None]
+        return [n for n in map(self.id_of, self.new_tokens) if n is not None]
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token; None: the tokenizer does not have it."""
+        return self._backend.token_to_id(token)
 
     def _add(self, tokens: Sequence[str]) -> None:
         if not tokens:
@@ -310,8 +313,8 @@ class Tokenizer:
             assert token_id is not None
             if token_id in ids_in_use:
                 raise UserError(
-                    f"tokenizer: its ids have gaps, and {token} would get the id {token_id}, which"
-                    " another token has; number its tokens without gaps, or add no tokens"
+                    f"tokenizer: its ids have gaps, and {token} would get the id {token_id} of"
+                    " another token; number its tokens without gaps, or add no tokens"
                 )
             self.pieces[token_id] = ids
         self.new_tokens = (*self.new_tokens, *tokens)
