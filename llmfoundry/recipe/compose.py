@@ -679,4 +679,6 @@ def _without(value: Any, keys: Mapping[str, str], key: str = "") -> Any:
 
 def _explain(error: OmegaConfBaseException, key: str, where: str) -> str:
     why = str(error.msg or error).splitlines()[0]
+    if why.startswith("Cannot merge"):
+        return f"{where}{key}: a section cannot replace a list, nor a list a section"
     return f"{where}{key}: {why}; write \\${{ for a literal ${{"

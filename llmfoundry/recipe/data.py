@@ -382,6 +382,8 @@ class DataConfig(SourceConfig):
             yield f"{key}streams: mixture needs it; write a name and its source for each"
         for name, stream in self.streams.items():
             yield from stream.check(f"{key}streams.{name}.")
+            if name == "data" or not name.strip():
+                yield f"{key}streams: a stream is called {name!r}; write another name"
         shared = {n: s.proportion for n, s in self.streams.items() if s.proportion is not None}
         missing = [name for name in self.streams if name not in shared]
         if shared and missing:

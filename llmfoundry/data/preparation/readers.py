@@ -467,7 +467,8 @@ def _cut_lines(source: InputRange, longest: int) -> Iterator[tuple[int, int, int
 
 def _jsonl_text(where: _Place, data: bytes, text_column: str) -> str:
     try:
-        row = json.loads(data.removeprefix(codecs.BOM_UTF8), object_pairs_hook=unique_keys)
+        text = data.removeprefix(codecs.BOM_UTF8).decode()  # json would also read UTF-16
+        row = json.loads(text, object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the line (0x{error.object[error.start]:02x})"
         raise BadRow(where, f"{byte} is not UTF-8: {error.reason}", "not UTF-8") from error
