@@ -38,7 +38,7 @@ from llmfoundry.models.quantized import as_held, is_quantized, place, quantized_
 from llmfoundry.models.tensor_parallel import all_stacked_rows
 from llmfoundry.ops.shard_layout import assign, full_tensor
 from llmfoundry.recipe.adapter import PretrainedConfig
-from llmfoundry.recipe.attention import ATTN_IMPLS
+from llmfoundry.recipe.attention import ATTN_IMPLS, drop_former_scaling
 from llmfoundry.recipe.checks import nearest, one_of
 from llmfoundry.recipe.finetune import FinetuneRecipe, ResolvedFinetuneRecipe, load_run
 from llmfoundry.recipe.model import HF_CAUSAL_LM, HFModelConfig, ModelConfig, ResolvedModelConfig
@@ -289,6 +289,7 @@ def read_model(
         run_recipe = load_run(folder / "recipe.yaml")
         require(run_recipe, "model", "max_seq_len")
         values, max_seq_len = to_dict(run_recipe.model), run_recipe.max_seq_len
+    drop_former_scaling(values, overrides or {})
     for key, value in flat(overrides or {}):
         _override(values, key, value)
     problems: list[Problem] = []

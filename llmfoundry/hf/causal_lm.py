@@ -380,12 +380,22 @@ class HFCausalLM(nn.Module):
         """Choose how documents are isolated and how logits are computed, by comparison.
 
         Autocast is disabled: fp32 distinguishes leaks between documents from rounding errors.
+
+        Raises:
+            UserError: the class fails, or cannot be trained here.
         """
         was_training = self.training
         self.eval()
         try:
             with torch.autocast(device.type, enabled=False):
                 self._choose(device)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError):
+                raise
+            raise UserError(
+                f"model.pretrained: {type(self.hf).__name__} of transformers fails with this"
+                f" config.json: {one_line(error)}; correct it"
+            ) from error
         finally:
             self.train(was_training)
 

@@ -115,6 +115,9 @@ class OpenedHuggingFace:
         if isinstance(quantization, dict) and quantization.get("quant_method") in READ_METHODS:
             source, model_class = None, model_class._model_mapping[type(self.config)]
             arguments["config"], arguments["state_dict"] = self._dequantized()
+        elif any(Path(self.name).glob("*.safetensors")):
+            with open_weights(Path(self.name)):  # refuses FP8 weights without factors
+                pass
 
         def load(_: str, **arguments: Any) -> Any:
             return model_class.from_pretrained(source, **arguments)

@@ -8,9 +8,9 @@ that the decoder reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from llmfoundry.attention_limits import ALIBI, DROPOUT, LIMITS, SINKS, SOFTCAP, limit
 from llmfoundry.recipe.checks import divides, inert, nearest, set_defaults
@@ -26,6 +26,7 @@ from llmfoundry.recipe.schema import (
     check_fields,
     choice,
 )
+from llmfoundry.recipe.typed import flat
 
 LATENT = "multihead_latent_attention"
 ATTN_TYPES = (
@@ -163,6 +164,19 @@ class ResolvedRopeConfig(RopeConfig):
     def _magnitude(self, strength: float) -> float:
         """Return YaRN's growth of the logits' scale with `factor`, m(strength)."""
         return 0.1 * strength * math.log(self.factor) + 1.0
+
+
+def drop_former_scaling(model: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Remove, in place, the scaling of a saved model if overrides choose another type.
+
+    Args:
+        model: values of a model section.
+        overrides: values to be written into it.
+    """
+    attn, kind = model.get("attn_config") or {}, "attn_config.rope_hf_config.type"
+    saved, chosen = attn.get("rope_hf_config"), dict(flat(overrides)).get(kind)
+    if isinstance(saved, dict) and chosen not in (None, saved.get("type")):
+        saved.clear()
 
 
 FLOOR_SCALE = 8192  # as in Llama 4

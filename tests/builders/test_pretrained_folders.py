@@ -27,6 +27,7 @@ from llmfoundry.data.text.tokenizer import Tokenizer
 from llmfoundry.distributed.process_group import ALONE
 from llmfoundry.errors import UserError
 from llmfoundry.recipe.adapter import PretrainedConfig
+from llmfoundry.recipe.attention import drop_former_scaling
 from llmfoundry.recipe.model import HFModelConfig
 from llmfoundry.recipe.train import TrainRecipe
 from tests.tiny import finetune_recipe, run, write_recipe
@@ -60,6 +61,30 @@ def test_the_decoder_takes_what_it_expresses_and_the_class_the_rest(tmp_path: Pa
         opened(llama, name="mpt_causal_lm")
     neox = write_model("gpt_neox", tmp_path / "neox")
     assert "transformers' class (config.json: model_type 'gpt_neox'" in opened(neox)[0].summary
+
+
+def test_a_class_that_fails_with_its_settings_is_refused(tmp_path: Path) -> None:
+    llama = write_model("llama", tmp_path / "llama")
+    change(llama, partial_rotary_factor=0.5)  # which its own positions do not have
+    found = opened(llama, name="hf_causal_lm")[0]
+    model = build_root(TrainRecipe(model=found.config, precision="fp32")).model
+    model.to_empty(device="cpu")
+    found.fill(model)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM of transformers fails with this config"):
+        model._try(torch.device("cpu"))
+
+
+def test_another_scaling_takes_no_key_of_the_former_one() -> None:
+    yarn = {"type": "yarn", "factor": 4, "beta_fast": 32}
+    for overrides, left in (
+        ({"attn_config": {"rope_hf_config": {"type": "linear", "factor": 2}}}, {}),
+        ({"attn_config": {"rope_hf_config": {"type": "yarn", "factor": 2}}}, yarn),
+        ({"attn_config": {"rope_hf_config": {"factor": 2}}}, yarn),
+        ({"attn_config": 3, "d_model": 8}, yarn),
+    ):
+        model = {"attn_config": {"rope_hf_config": dict(yarn)}}
+        drop_former_scaling(model, overrides)
+        assert model["attn_config"]["rope_hf_config"] == left
 
 
 @pytest.mark.parametrize("name", ["auto", "hf_causal_lm"])

@@ -208,6 +208,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         change(file.parent, quantization_config=FP8 | {"weight_block_size": block})
         refused(match, {})
     change(file.parent, quantization_config=None)
+    write_tokenizer(file.parent)
+    with pytest.raises(UserError, match=r": is torch.float8_e4m3fn, but config.json: quant"):
+        open_hugging_face(str(file.parent)).load(device=torch.device("cpu"), precision="fp32")
     refused(r": is torch.float8_e4m3fn, but config.json: quantization_config.quant_method", {})
     change(file.parent, quantization_config=FP8 | {"quant_method": "awq"})
     refused(r"quant_method: .?awq.?; only mxfp4 and fp8 are read", {})

@@ -128,7 +128,11 @@ def test_rows_of_tokens_are_read(options: dict[str, Any], tokens: Any, tmp_path:
         file.write_text(json.dumps(config | {"trainable_token_indices": odd}))
         with pytest.raises(UserError, match="trainable_token_indices is not a list of ids"):
             read_adapter(file.parent, model, dropout=0.0)
-    far = {"embed_tokens": [7, 10**6], "lm_head": [3]}
+    more = {"embed_tokens": [7, 1], "lm_head": [3], "other": [1]}
+    file.write_text(json.dumps(config | {"trainable_token_indices": more}))
+    with pytest.raises(UserError, match=r"names (other|lm_head), of which .* has no rows"):
+        read_adapter(file.parent, model, dropout=0.0)
+    far = {"embed_tokens": [7, 10**6]} | ({"lm_head": [3]} if isinstance(tokens, dict) else {})
     file.write_text(json.dumps(config | {"trainable_token_indices": far}))
     with pytest.raises(PeftNeeded, match="was made for another base model: wte is"):
         read_adapter(file.parent, model, dropout=0.0)

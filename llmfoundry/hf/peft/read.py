@@ -329,6 +329,7 @@ def _token_rows(
     if EMBEDDING in written:
         ids = written[EMBEDDING]
         written = {place.module: ids for place in places if place.kind == "embedding"}
+    found = set()
     for place in places:
         rows = file.get(f"{place.module}.{TOKEN_ROWS}")
         if rows is None:
@@ -339,7 +340,16 @@ def _token_rows(
                 f"{file.folder / CONFIG}: trainable_token_indices does not name the {len(rows)}"
                 f" rows of {place.module} that {WEIGHTS} has, each once; correct it"
             )
+        found.add(place.sources[0].ours)
         yield place.sources[0].ours, (ids, rows.float() / place.factor)
+
+    # tables whose rows the file lacks
+    for name in written:
+        if found.isdisjoint(p.sources[0].ours for p in places if name in ends(p.module)):
+            raise UserError(
+                f"{file.folder / CONFIG}: trainable_token_indices names {name}, of which {WEIGHTS}"
+                " has no rows; copy both files of one adapter"
+            )
 
 
 def _row_adapter(
