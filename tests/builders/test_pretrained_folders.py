@@ -65,7 +65,9 @@ def test_the_decoder_takes_what_it_expresses_and_the_class_the_rest(tmp_path: Pa
 
 def test_a_class_that_fails_with_its_settings_is_refused(tmp_path: Path) -> None:
     llama = write_model("llama", tmp_path / "llama")
-    change(llama, partial_rotary_factor=0.5)  # which its own positions do not have
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    partial = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}  # which its layers do not know
+    change(llama, rope_parameters=yarn | partial)
     found = opened(llama, name="hf_causal_lm")[0]
     model = build_root(TrainRecipe(model=found.config, precision="fp32")).model
     model.to_empty(device="cpu")
