@@ -398,6 +398,13 @@ def test_csv_fields_may_go_over_lines(tmp_path: Path, pack: Callable[[bytes], by
     assert read(file, "body") == words
 
 
+def test_rows_in_utf_16_are_named(tmp_path: Path) -> None:
+    """Python itself reads JSON in UTF-16."""
+    (tmp_path / "rows.jsonl").write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: byte 0 of the line \(0xff\) is not UTF-8"):
+        read(tmp_path / "rows.jsonl")
+
+
 def test_blank_lines_before_the_names_of_columns_hide_no_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("\n\r\ntext,n\none,1\ntwo,2\n")
     assert read(tmp_path / "rows.csv") == ["one", "two"]

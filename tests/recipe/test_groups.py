@@ -245,6 +245,8 @@ def test_streams_find_their_formats_as_a_single_source_does(front: Front, here: 
     stream = "data.streams.odd={name: files, paths: [odd.jsonl]}"
     (line,) = found(stream).errors
     assert "data.streams.odd.format: auto finds none for rows that have q, a; write data.st" in line
+    (line,) = found("data.streams.data={name: files, paths: [a.jsonl]}").errors
+    assert "data.streams: a stream is called 'data'; write another name" in line
     shards = found("data.streams.c={name: shards, remote: s3://b/c}").recipe.data.streams["c"]
     assert shards.format == "text"
     words = ("data.columns={prompt: q, response: a}", "data.paths=[odd.jsonl]", "data=files")
