@@ -12,7 +12,7 @@ from pathlib import Path
 from llmfoundry.cli.sweep_points import PLACES, SweepPoint
 from llmfoundry.command_text import command_line
 from llmfoundry.errors import UserError
-from llmfoundry.loggers.pages.comparison import PAUSED, ComparedRun, verdict
+from llmfoundry.loggers.pages.comparison import ComparedRun, verdict
 from llmfoundry.recipe.load import checked
 from llmfoundry.recipe.overrides import key_and_text
 from llmfoundry.redaction import public
@@ -40,12 +40,7 @@ def advice(
     if result is None or len(result.best) != 1:
         return
     best, recipe = points[result.best[0]], next(iter(command[2:]), None)
-    compared = [
-        point
-        for point, run in zip(points, runs, strict=True)
-        if run.status == "finished" or run.status.startswith(PAUSED)
-    ]
-    for key, value, end, beyond in _edges(compared, best):
+    for key, value, end, beyond in _edges(points, best):
         wider = [f"{key}={beyond:g}" if key_and_text(w)[0] == key else w for w in best.overrides]
         if _is_valid(recipe_type, recipe, wider):
             yield (
@@ -61,6 +56,8 @@ def _edges(
     points: Sequence[SweepPoint], best: SweepPoint
 ) -> Iterator[tuple[str, float, str, float]]:
     """Yield numeric keys whose best value is the smallest or largest of several.
+
+    A value whose run failed counts as well: it may have diverged, or not have fit.
 
     Yields:
         The key, its best value, the end at which it lies, and the next value beyond: at the same

@@ -66,10 +66,11 @@ def test_a_best_value_at_the_edge_of_the_grid_is_named(word: str) -> None:
         assert message is None or re.search(message, found[0]), found
 
 
-def test_a_point_that_failed_is_no_end_of_the_grid() -> None:
-    statuses = ["finished", "finished", "exit 1"]
-    found = lines([2.0, 1.0, 0.5], "optimizer.lr=2e-3,4e-3,8e-3", statuses=statuses)
-    assert len(found) == 1 and "0.004, is the largest of the sweep" in found[0]
+def test_a_value_whose_run_failed_was_tried() -> None:
+    statuses = ["finished", "finished", "exit 2"]  # it diverged
+    assert not lines([2.0, 1.0, 0.5], "optimizer.lr=2e-3,4e-3,8e-3", statuses=statuses)
+    found = lines([0.5, 2.0, 1.0], "optimizer.lr=2e-3,4e-3,8e-3", statuses=statuses[::-1])
+    assert len(found) == 1 and "0.008, is the largest of the sweep" in found[0]
 
 
 def test_each_key_of_a_grid_is_looked_at() -> None:
