@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,6 @@ from llmfoundry.builders.pretrained import fill_model
 from llmfoundry.data.text.tokenizer import Tokenizer, special_tokens
 from llmfoundry.distributed.process_group import World
 from llmfoundry.errors import UserError, import_optional
-from llmfoundry.hf.open_class import (
-    OpenedHuggingFace,
-    document_start,
-    load_config,
-    open_hugging_face,
-)
 from llmfoundry.inference.decoder_slots import (
     Autocast,
     DecoderSlots,
@@ -46,6 +40,9 @@ from llmfoundry.models.attention import longest_document
 from llmfoundry.models.decoder import Decoder, Root
 from llmfoundry.models.quantized import is_quantized
 from llmfoundry.recipe.model import HFModelConfig
+
+if TYPE_CHECKING:
+    from llmfoundry.hf.open_class import OpenedHuggingFace
 
 HUGGING_FACE, CHAT, COMPLETIONS = "hf:", "chat:", ("http://", "https://")
 ADAPTER = "adapter_config.json"
@@ -240,7 +237,7 @@ def check_model(name: str, *, seq_len: int | None = None) -> None:
         if is_hugging_face(base) or is_adapter(base):
             check_model(base, seq_len=seq_len)
         return
-    import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
+    from llmfoundry.hf.open_class import load_config  # transformers takes seconds
 
     load_config(name.removeprefix(HUGGING_FACE), seq_len)
 
@@ -351,7 +348,7 @@ def _open_hugging_face(
     seq_len: int | None,
     layout: ModelLayout,
 ) -> OpenedModel:
-    import llmfoundry.hf  # noqa: F401  registers our own class; transformers takes seconds
+    from llmfoundry.hf.open_class import document_start, open_hugging_face  # takes seconds
 
     opened = open_hugging_face(name.removeprefix(HUGGING_FACE), seq_len=seq_len)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from llmfoundry.builders.data import RunData
-from llmfoundry.builders.open_model import LoadedModel, OpenedModel
 from llmfoundry.builders.preference import identity_of
 from llmfoundry.data.batch import SequenceBatch, TeacherRows
 from llmfoundry.data.file_spec import INDEX, FetchOptions
@@ -62,6 +61,9 @@ from llmfoundry.ops.packed_layout import Batch
 from llmfoundry.recipe.loss import DISTILL
 from llmfoundry.recipe.train import ResolvedTrainRecipe
 from llmfoundry.terminal import progress
+
+if TYPE_CHECKING:
+    from llmfoundry.builders.open_model import LoadedModel, OpenedModel  # imports transformers
 
 PART_BYTES = 32 << 20
 ROWS = 8  # sequences that a teacher reads at a time, unless device_eval_batch_size is a number

@@ -30,6 +30,18 @@ def test_the_import_is_light() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+COMMANDS = "chat", "evaluate", "generate", "inspect_data", "plan", "scaling", "serve", "train"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_loads_no_transformers_before_a_model_needs_it(command: str) -> None:
+    """Half of the time in which `generate.py` starts, and 130 MB."""
+    code = f"import sys, llmfoundry.cli.commands.{command}\n"
+    code += "print(*{'transformers', 'scipy', 'torch._dynamo'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"\n"), done.stderr
+
+
 def test_every_name_is_there_and_documented() -> None:
     for name in lf.__all__:
         value = getattr(lf, name)
