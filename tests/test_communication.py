@@ -88,7 +88,6 @@ ROUTINE = [
     ("tensor-2", "mpt"),
     ("tensor-ulysses-2x2x2", "llama"),
     ("gathered-2x3", "llama"),
-    ("all-16", "dbrx"),
     ("tensor-2", "deepseek"),
 ]
 CHANGES = [  # of a shape on so many processes

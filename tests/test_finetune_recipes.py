@@ -19,7 +19,7 @@ from tests.tiny import losses, write_recipe
 RECIPES = sorted((YAMLS / "finetune").glob("*.yaml"))
 QUICK = [path for path in RECIPES if path.stem.startswith("quickstart")]
 HUB = [path for path in RECIPES if path not in QUICK]
-ALIKE = ("llama-8b-lora", "mpt-7b-32k", "llama-8b-128k")
+ALIKE = ("llama-8b-lora", "qwen3-lora", "mpt-7b-32k", "llama-8b-128k", "qwen3-128k")
 """Others train their choices: qLoRA's with 4 bits beside, domain adaptation's with fewer tokens."""
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|end_of_text|>"),

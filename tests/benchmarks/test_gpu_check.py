@@ -706,6 +706,7 @@ def test_a_torch_without_a_gpu_names_the_reason(
         next(measure.facts(torch.device("cuda")))
 
 
+@pytest.mark.slow
 def test_a_run_is_timed_through_the_code_path_of_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

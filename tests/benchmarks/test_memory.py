@@ -46,6 +46,7 @@ def test_a_layout_s_groups_and_rows_are_listed() -> None:
     assert "blocks.0.ffn.experts.w1 (14336, 512): [896:1008, 0:512]" in listed
 
 
+@pytest.mark.slow
 def test_a_process_whose_experts_have_twice_the_load_takes_what_the_estimate_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

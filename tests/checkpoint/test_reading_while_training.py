@@ -140,6 +140,7 @@ def test_a_run_that_saves_and_prunes_can_always_be_read(pruning: Path, reads: in
     assert batches == sorted(batches) and batches[-1] > batches[0]  # it pruned meanwhile
 
 
+@pytest.mark.slow
 def test_commands_read_a_run_that_prunes(pruning: Path, place: Path) -> None:
     short = ("max_new_tokens=2", "prompt=line")
     run("generate.py", "runs/live", *short, cwd=place)

@@ -38,7 +38,7 @@ from tests.day import day
 from tests.recipe.mutations import SCRIPTS, Case, case, prepare_folder
 
 SLOWEST = 5.0  # seconds of the processor
-A_DAY = 100  # cases
+A_DAY = 60  # cases
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import yaml
 from llmfoundry.files import try_lock
 from llmfoundry.recipe.paths import YAMLS
 from tests.front import Front
+from tests.selection import slow_but
 
 QUICKSTART = str(YAMLS / "quickstart.yaml")
 TARGET = """
@@ -130,6 +131,7 @@ def test_a_point_that_is_done_is_not_run_again(seeds: tuple[Path, Sweep], tmp_pa
     assert other.returncode == 0 and [row[3] for row in ran] == [12, 14], "gone, and changed"
 
 
+@pytest.mark.slow
 def test_a_page_of_somebody_elses_stays_and_the_sweep_goes_on(tmp_path: Path) -> None:
     theirs = tmp_path / "runs/quickstart/index.html"
     theirs.parent.mkdir(parents=True)
@@ -178,6 +180,7 @@ def test_cfg_prints_every_point_and_runs_none(front: Front) -> None:
     assert front(QUICKSTART, "-m", "seed=1,x", "--cfg=job").status == 2
 
 
+@pytest.mark.slow
 def test_places_differ_even_where_folder_names_would_not(tmp_path: Path) -> None:
     saved = tmp_path / "flat.yaml"
     saved.write_text("run_name: fixed\nsave_folder: runs/fixed\ndata: {name: files}\n")
@@ -217,7 +220,7 @@ def wait(recipe):
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", slow_but([signal.SIGKILL], [signal.SIGTERM, signal.SIGKILL]))
 def test_the_point_at_work_ends_with_its_sweep(tmp_path: Path, end: signal.Signals) -> None:
     (tmp_path / "sweep_target.py").write_text(STOPPABLE)
     (tmp_path / "script.py").write_text(SCRIPT.replace("remember", "wait"))
@@ -233,6 +236,7 @@ def test_the_point_at_work_ends_with_its_sweep(tmp_path: Path, end: signal.Signa
     assert "pid" not in said  # no other point was begun
 
 
+@pytest.mark.slow
 def test_a_random_sweep_is_drawn_by_its_seed_and_more_of_it_goes_on(front: Front) -> None:
     def points(*words: str) -> list[str]:
         swept = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "seed=int(interval(1,3))"]

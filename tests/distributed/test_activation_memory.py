@@ -181,7 +181,11 @@ INT8 = {"activation_compression": "int8"}
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("plain", ATTENTION), ("plain", INT8), ("mixture", ATTENTION | INT8)],
+    [
+        ("plain", ATTENTION),
+        pytest.param("plain", INT8, marks=pytest.mark.slow),
+        ("mixture", ATTENTION | INT8),
+    ],
     ids=["target", "int8", "both"],
 )
 def test_compiled_blocks_may_be_recomputed_in_part_and_compressed(

@@ -269,7 +269,7 @@ def test_a_server_that_is_not_there_is_said_at_once(serve: Serve) -> None:
     start = time.monotonic()
     with pytest.raises(UserError, match="refuses the connection; start the server, or correct"):
         Endpoint(server.url, "m").generate([prompt() for _ in range(20)])
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_an_address_has_a_scheme() -> None:

@@ -401,6 +401,7 @@ def is_at(batch: int) -> bool:
     return (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) >= batch
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_saved_and_one_that_is_killed_has_failed(start: Start) -> None:
     process = start("train")
     until(lambda: is_at(3), "steps")

@@ -131,7 +131,7 @@ def test_a_full_disk_is_said_once_and_tears_no_event(tmp_path: Path) -> None:
             assert len(kept) == batches and "works again" in heard[1] and len(heard) == 2
         else:
             lost = batches - len(kept)
-            assert len(heard) == 2 and seconds < 3
+            assert len(heard) == 2 and seconds < 20
             assert f"lacks {lost} metric values" in heard[1]
 
 

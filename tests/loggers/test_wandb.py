@@ -184,7 +184,7 @@ def test_a_server_that_goes_away_is_said_once_and_the_folder_keeps_the_rest(
     )
     assert "does not answer" in heard[0] and "training continues" in heard[0] and "W&B" in heard[0]
     assert len(heard) == 2 and "`wandb sync --include-online" in heard[1]
-    assert seconds < 25 and exit_seconds < 5
+    assert seconds < 25 and exit_seconds < 15
     again = WandbServer()
     sync(folder, again)
     assert [b for b, _ in losses(again)] == list(range(1, len(losses(again)) + 1))
@@ -221,4 +221,4 @@ def test_without_a_login_nothing_is_asked_and_one_line_says_so(
     assert "W&B (online, project llmfoundry) refuses the run: No API key" in heard[0]
     assert "training continues" in heard[0]
     assert len(heard) == 2 and "lacks 10 metric values" in heard[1]
-    assert seconds < 5 and exit_seconds < 15
+    assert seconds < 15 and exit_seconds < 15

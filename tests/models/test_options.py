@@ -227,7 +227,12 @@ def test_sharded_blocks_that_share_keys_give_the_same_gradients(
 
 
 @pytest.mark.parametrize(
-    ("name", "graphs"), [("learned", 1), ("rope-gqa-theta", 1), ("overrides", 5)]
+    ("name", "graphs"),
+    [
+        ("learned", 1),
+        ("rope-gqa-theta", 1),
+        pytest.param("overrides", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_compile_whole_and_those_alike_share_a_graph(name: str, graphs: int) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -75,7 +75,7 @@ def any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_order")
-@pytest.mark.parametrize("name", slow_but(["mpt-125m", "dbrx-1b"], MODELS))
+@pytest.mark.parametrize("name", slow_but(["dbrx-1b"], MODELS))
 def test_a_recipe_accepts_all_that_a_plan_may_propose(name: str) -> None:
     """The first five of each precision and compile mode, a sixth of the pairs for each model."""
     hardware, path = Hardware.parse("16xh100", "hardware"), YAMLS / f"{name}.yaml"
@@ -110,6 +110,7 @@ def test_a_dry_run_accepts_what_a_plan_proposes(name: str) -> None:
 ADAPTERS = ["adapter=none", "adapter=lora", "adapter=lora model.quantize=nf4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", slow_but(ADAPTERS[1:2], ADAPTERS))
 @pytest.mark.parametrize("name", slow_but(["mpt-125m"], MODELS))
 def test_a_recipe_accepts_all_that_auto_may_choose_in_fine_tuning(name: str, adapter: str) -> None:

@@ -48,6 +48,8 @@ SLOW = (
     "llama-8b-128k",
     "qwen3-lora",
     "gpt-oss-lora",
+    "llama-8b-qlora",
+    "deepseek-v2-lite",
 )
 """Recipes whose counts take seconds, and are like others'."""
 QWEN3 = {"n_layers": 36, "vocab_size": 151_936}  # and its feed-forward layer's width is 12,288

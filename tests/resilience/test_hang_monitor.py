@@ -186,6 +186,7 @@ def test_a_rank_that_sleeps_is_named_by_its_phase_and_its_stack_says_where(group
     assert [named in text for text in texts] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_a_callback_that_does_not_return_is_named(group: Group) -> None:
     group.start("callback")
     said = group.wait()

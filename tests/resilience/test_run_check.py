@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from llmfoundry.resilience.check.findings import BAD, Finding, Report
 from llmfoundry.resilience.check.host import NamedPath
 from llmfoundry.resilience.check.links import Pair
 from llmfoundry.resilience.check.run_check import Tools, run_check
+from llmfoundry.resilience.check.speeds import LIMITS
 from llmfoundry.retry import DeadlineExceeded
 from tests.tiny import ENV, command
 from tests.warm_scripts import on_ranks
@@ -130,6 +131,8 @@ def work(rank: int, folder: Path, size: int, cases: list[str]) -> None:
     os.environ["NODE_NAME"] = f"n{rank // 2}"
     os.environ.pop("SLURMD_NODENAME", None)
     torch.set_num_threads(1)
+    # eight processes share the cores of a busy machine; a device that is put in is 500 times slower
+    LIMITS["cpu"] = replace(LIMITS["cpu"], products=0.98, copies=0.98)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",

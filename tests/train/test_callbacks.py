@@ -102,6 +102,7 @@ PEAK = "import torch; from llmfoundry.train.callbacks import peak_memory as peak
 PEAK += "; print(peak(torch.device('cpu')))"
 
 
+@pytest.mark.slow
 def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
     code = "import subprocess, sys; held = b'1' * (2 << 30)"
     code += "; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"

@@ -84,7 +84,7 @@ print(json.dumps([per_block, len(graphs), dict(counters["graph_break"])]))
     ("names", "launches"),
     [
         # FlexAttention, which ALiBi needs, is not eager
-        (("mpt-125m", "model.attn_config.alibi=false"), 58),
+        pytest.param(("mpt-125m", "model.attn_config.alibi=false"), 58, marks=pytest.mark.slow),
         pytest.param(("llama-1b",), 123, marks=pytest.mark.slow),
         (("dbrx-mini",), 133),
     ],

@@ -271,6 +271,7 @@ def test_budget_without_hardware_takes_as_long_as_the_run_of_the_nearest_size(
     assert found["cost"] == "5m18s, 318.00 at 3600 an hour"
 
 
+@pytest.mark.slow
 def test_plan_is_told_where_no_layout_fits(tmp_path: Path) -> None:
     rules = {"aspect_ratio": 128, "head_dim": 128}
     path = write_grid(tmp_path, sizes=[8192, 16384, 32768], held_out=None, rules=rules)

@@ -62,6 +62,7 @@ def go_on(place: Path, url: str, newest: str, *overrides: str) -> None:
     poisoned_run(place, "back", *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("background", "copies", "newest"),
     [
