@@ -89,9 +89,10 @@ def _check_adapter_tokens(recipe: ResolvedFinetuneRecipe, tokenizer: Tokenizer) 
     theirs = Tokenizer.load(place)
     for token in tokenizer.new_tokens:
         here, there = tokenizer.id_of(token), theirs.id_of(token)
-        if here != there:
-            what = "is no token" if there is None else f"has the id {there}"
+        is_taken = there is None and here is not None and here < theirs.vocab_size
+        if is_taken or there not in (None, here):
+            what = "another token has it" if is_taken else f"it has the id {there}"
             raise UserError(
-                f"tokenizer.add_tokens: {token} gets the id {here}, and {what} in"
+                f"tokenizer.add_tokens: {token} gets the id {here}, but {what} in"
                 f" adapter.pretrained ({place}); write the tokens of its run in their order"
             )

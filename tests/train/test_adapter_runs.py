@@ -304,11 +304,12 @@ def _check_continued(base: str, run: Path, calls: tuple[str, ...]) -> None:
     folder = run / "checkpoints/ba0000002/adapter"
     decided = ("adapter.r=null", "adapter.use_dora=null", "adapter.trainable_token_indices=null")
     words = (*calls, f"adapter.pretrained={folder}", *decided)
-    swapped = "tokenizer.add_tokens=['<|result|>','<|call|>']"
-    with pytest.raises(
-        UserError, match=r"<\|result\|> gets the id 257, and has the id 258 in adap"
-    ):
-        finetune_here(f"{run.name}-swapped", *words, swapped)
+    for tokens, message in {
+        "['<|result|>','<|call|>']": r"<\|result\|> gets the id 257, but it has the id 258 in adap",
+        "['<|x|>','<|result|>']": r"<\|x\|> gets the id 257, but another token has it in adapter",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            finetune_here(f"{run.name}-other", *words, f"tokenizer.add_tokens={tokens}")
     model = load_checkpoint(str(finetune_here(f"{run.name}-on", *words)), ALONE, note=print).root
     before, after = (load_checkpoint(str(run), ALONE, note=print).root.model, model.model)
     rows = [MergedState(one)["wte.weight"] for one in (before, after)]
