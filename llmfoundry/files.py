@@ -83,6 +83,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield partial
         publish(partial, path)
+    except OSError as error:
+        if error.filename is None and error.errno == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
     finally:
         _being_written.discard(partial.name)
         if partial.is_dir():

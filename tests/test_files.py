@@ -278,3 +278,10 @@ def test_a_mount_that_cannot_sync_folders_is_no_error_and_a_failing_disk_is(
     said = (errno.EIO, "Input/output error")
     with pytest.raises(OSError, match="Input/output"):
         sync(tmp_path)
+
+
+def test_a_full_disk_is_reported_with_the_file_that_was_written(tmp_path: Path) -> None:
+    target, full = tmp_path / "model.gguf", OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r": '.*model\.gguf'"), atomic_path(target):
+        raise full
+    assert not [*tmp_path.iterdir()]

@@ -94,7 +94,8 @@ class SourceConfig:
     """Format of a row. text: a document. prompt_response: prompt, and response or completion. chat:
     messages. preference: prompt, chosen, rejected. unpaired: prompt, completion, label. Formats of
     published data sets: alpaca, dolly, p3, flan, openhermes, sharegpt, stackmathqa, numina. auto,
-    for files: by the columns of the first row if the file is on this machine, else text."""
+    for files, also .gz and .zst: by the columns of the first readable row if the file is on this
+    machine, else text."""
     columns: Annotated[
         dict[str, str],
         _SUPERVISED,
