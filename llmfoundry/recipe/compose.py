@@ -633,17 +633,29 @@ def _set(
 
 
 def _reset(config: DictConfig, key: str, defaults: dict[str, Any], schema: Schema) -> None:
-    """Restore the default of a key; remove a key without default, such as a stream."""
+    """Restore the default of a key; remove a key without default, such as a stream.
+
+    Raises:
+        UserError: there is no such item.
+    """
     above, _, name = key.rpartition(".")
     section = value_at(defaults, above) if above else defaults
     is_item = not isinstance(section, dict) or name not in section
-    if is_item and schema.find(key) is not None:
+    if is_item and (schema.find(key) is not None or _is_in_mapping(key, schema)):
         holder = OmegaConf.select(config, above)
-        if isinstance(holder, DictConfig):
-            holder.pop(name, None)
+        if not isinstance(holder, DictConfig) or name not in holder:
+            raise UserError(f"~{key}: the recipe has no such item to remove; remove the word")
+        holder.pop(name)
         return
     value = None if is_item else section[name]
     OmegaConf.update(config, key, value, merge=False, force_add=True)
+
+
+def _is_in_mapping(key: str, schema: Schema) -> bool:
+    """Return whether a key lies in a mapping of any content, such as `model.config_overrides`."""
+    parts = key.split(".")
+    sections = (schema.find(".".join(parts[:n])) for n in range(1, len(parts)))
+    return any(found is not None and dict[str, Any] in found.types for found in sections)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

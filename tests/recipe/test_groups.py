@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from llmfoundry.errors import UserError
 from llmfoundry.recipe.finetune import FinetuneRecipe
 from llmfoundry.recipe.load import checked, read
 from llmfoundry.recipe.paths import YAMLS, group_options
@@ -188,6 +189,16 @@ def test_tilde_removes_items_and_mappings_whole(front: Front) -> None:
     assert {*streams} == {"a"} and streams["a"].repeat is None
     assert front("mine.yaml", "~data.streams", "data=stdlib").recipe.data.streams == {}
     assert front("mine.yaml", "~data.streems").errors[0].startswith("unknown key 'data.streems'")
+    (line,) = front("mine.yaml", "~data.streams.c").errors
+    assert line == "~data.streams.c: the recipe has no such item to remove; remove the word"
+
+
+def test_tilde_removes_what_a_mapping_of_any_content_has() -> None:
+    path, key = YAMLS / "finetune/quickstart-2k.yaml", "model.config_overrides"
+    removed = checked(FinetuneRecipe, path, [f"~{key}.attn_config"])
+    assert removed.model.config_overrides == {"max_seq_len": 2048}
+    with pytest.raises(UserError, match=r"~.*\.rope: the recipe has no such item to remove"):
+        checked(FinetuneRecipe, path, [f"~{key}.attn_config.rope"])
 
 
 def test_a_text_is_a_list_of_one(front: Front) -> None:
