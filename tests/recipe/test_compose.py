@@ -87,5 +87,5 @@ def test_hydras_own_groups_change_nothing_and_their_options_are_checked(tmp_path
 
 
 def test_a_list_in_place_of_a_section_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^model\.attn_config: Cannot merge"):
+    with pytest.raises(UserError, match=r"^model\.attn_config: a section cannot replace a list"):
         composed(tmp_path, "model: {d_model: 48}", ["model.attn_config=[1]"])
