@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llmfoundry.errors import UserError
 from llmfoundry.hf.peft.class_adapter import merge_folder
+from llmfoundry.hf.peft.names import saved_tables
 from llmfoundry.hf.peft.read import PeftNeeded, read_adapter
 from llmfoundry.models.adapter import merge_into
 from tests.hf.random_models import ROWS, logits
@@ -136,6 +137,19 @@ def test_rows_of_tokens_are_read(options: dict[str, Any], tokens: Any, tmp_path:
     file.write_text(json.dumps(config | {"trainable_token_indices": far}))
     with pytest.raises(PeftNeeded, match="was made for another base model: wte is"):
         read_adapter(file.parent, model, dropout=0.0)
+
+
+def test_the_tables_that_an_adapter_trains_in_full_are_known(tmp_path: Path) -> None:
+    saved(tmp_path, "Llama", LLAMA_SHAPE, {"target_modules": ["q_proj"]})
+    config = read(tmp_path / "base").config
+    for names, tables in (
+        (None, set()),
+        (["norm"], set()),
+        (["lm_head"], {"lm_head"}),
+        (["embed_tokens", "lm_head"], {"wte", "lm_head"}),
+        (["model.wte"], {"wte"}),
+    ):
+        assert saved_tables({"modules_to_save": names}, config) == tables
 
 
 def test_an_adapter_of_another_model_is_not_computed_by_peft_either(tmp_path: Path) -> None:

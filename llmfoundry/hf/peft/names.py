@@ -306,10 +306,11 @@ def saved_tables(config: Mapping[str, Any], model: ResolvedModelConfig) -> set[s
     """Return which of wte and lm_head an adapter trains in full, by its modules_to_save."""
     architecture, written = adapter_architecture(model), config.get("modules_to_save")
     saved = written if isinstance(written, list) else []
-    names = [(table, f"model.{table}") for table in ("wte", "lm_head")]
+    tables = ("wte", "lm_head")
+    names = [(table, f"model.{table}") for table in tables]
     if architecture in MAPS:
         for _, ours, theirs in layers(MAPS[architecture], model):
-            names.append((ours, module_name(theirs[0])))
+            names += [(ours, module_name(theirs[0]))] if ours in tables else []
     return {ours for ours, name in names if any(end in saved for end in ends(name))}
 
 
