@@ -38,7 +38,7 @@ from tests.day import day
 from tests.recipe.mutations import SCRIPTS, Case, case, prepare_folder
 
 SLOWEST = 5.0  # seconds of the processor
-A_DAY = 60  # cases
+A_DAY = 100  # cases
 
 
 @pytest.fixture
@@ -108,7 +108,12 @@ def try_all(seeds: range, received: list[Any]) -> None:
     for seed in seeds:
         tried, began = case(seed), time.thread_time()
         result, problem = outcome(tried, received)
-        slowest = max(slowest, (time.thread_time() - began, seed))
+        seconds = time.thread_time() - began
+        if seconds > SLOWEST:  # the first case that needs a library also imports it
+            began = time.thread_time()
+            outcome(tried, received)
+            seconds = time.thread_time() - began
+        slowest = max(slowest, (seconds, seed))
         counts[result] += 1
         if problem:
             wrong.append(f"case({seed}): {tried.script} {tried.argv}\n{problem[-3000:]}"[:6000])
