@@ -109,9 +109,10 @@ def open_sources(recipe: AverageRecipe, note: Callable[[str], None]) -> list[Sou
     if recipe.last is not None:
         names = _last(names[0], recipe.last)
     opened = [open_checkpoint(name, ALONE, note=note, weights=recipe.weights)[0] for name in names]
+    folders = [loaded.folder.resolve() for loaded in opened]
     for number, loaded in enumerate(opened):
         _check_alike(opened[0], loaded)
-        if loaded.folder.resolve() in [other.folder.resolve() for other in opened[:number]]:
+        if folders[number] in folders[:number]:
             raise UserError(
                 f"checkpoints: {loaded.checkpoint} is there more than once; write proportions to"
                 " weight it"

@@ -50,13 +50,12 @@ class BlockFp8:
             UserError: factors are missing, or do not fit their weights.
         """
         quantization = config.get("quantization_config")
-        has_method = (
-            isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD
-        )
-        block, sketches, others = None, dict[str, Tensor](), set[str]()
-        if isinstance(quantization, Mapping) and has_method:
-            block = _block(quantization.get("weight_block_size"))
-        for name, scale in stored.items() if has_method else ():
+        if not isinstance(quantization, Mapping) or quantization.get("quant_method") != METHOD:
+            _check_complete(stored, {}, has_method=False)
+            return cls()
+        block = _block(quantization.get("weight_block_size"))
+        sketches, others = {}, set()
+        for name, scale in stored.items():
             weight = stored.get(name.removesuffix(SCALE))
             if not name.endswith(SCALE) or weight is None:
                 continue
@@ -64,7 +63,7 @@ class BlockFp8:
             _check(weight_name, weight, scale, block)
             sketches[weight_name] = weight.to(torch.bfloat16)
             others.add(f"{weight_name.rpartition('.')[0]}.{INPUT_SCALE}")
-        _check_complete(stored, sketches, has_method=has_method)
+        _check_complete(stored, sketches, has_method=True)
         return cls(block, sketches, frozenset(others & stored.keys()))
 
     def parts(self) -> set[str]:

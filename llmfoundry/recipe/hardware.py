@@ -160,7 +160,7 @@ GPUS = {
         watts=_COSTS[name][0],
         price=_COSTS[name][1],
         fp8_experts=name.split()[0] in _HOPPER | _BLACKWELL,
-        fp8_multiple=32 if name in _BLACKWELL else 16,
+        fp8_multiple=32 if name.split()[0] in _BLACKWELL else 16,
     )
     for name, gpu in GPUS.items()
 }

@@ -28,6 +28,7 @@ from llmfoundry.ops.moe.experts import (
     SavedActivations,
     SortedRows,
     glu,
+    round_up,
 )
 
 PADDING = 64  # a segment is padded by fewer rows, and by less than a sixteenth of its rows
@@ -185,7 +186,7 @@ def _padded(count: int, dtype: torch.dtype) -> int:
     if not _is_compiled(dtype):
         return count
     step = min(PADDING, 1 << max(0, count.bit_length() - 5))
-    return -(-count // step) * step
+    return round_up(count, step)
 
 
 def _is_compiled(dtype: torch.dtype) -> bool:
